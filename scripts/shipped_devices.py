@@ -8,6 +8,7 @@ the same number of operations, kernels by that share or by memory bandwidth. The
 
     [a] github.com/stas00/ml-engineering, compute/accelerator and network: peaks, memory, links
     [b] github.com/ai-dynamo/aiconfigurator 095f58a, systems: measured products, and NCCL within a node
+    [c] NVIDIA's data sheets: PCIe 4 x16 (A100), 32 GB/s each way; PCIe 5 x16 (H100, H200, B200), 64 GB/s
 """
 
 from __future__ import annotations
@@ -52,14 +53,20 @@ class Device:
     """Whose NCCL table it has."""
     hopper: bool = False
     """Whether it runs the kernels that were measured; others are not written for it."""
+    pcie: float | None = 64e9
+    """Bytes per second of its PCIe link each way [c]; None: it has another link to the host, which nobody has
+    measured."""
 
 
 DEVICES: tuple[Device, ...] = (
-    Device(name="A100", memory=80e9, shares=(0.43, 0.56, 0.69, 0.82, 0.84, 0.83), bus="A100"),
+    Device(name="A100", memory=80e9, shares=(0.43, 0.56, 0.69, 0.82, 0.84, 0.83), bus="A100", pcie=32e9),
     Device(name="H100", memory=80e9, shares=(0.36, 0.59, 0.70, 0.76, 0.77, 0.74), bus="H100", hopper=True),
     Device(name="B200", memory=180e9, shares=(0.24, 0.45, 0.61, 0.64, 0.66, 0.64), bus="B200"),
-    Device(name="GB200", memory=186e9, shares=(0.23, 0.42, 0.58, 0.62, 0.63, 0.60), bus="B200"),
+    Device(name="GB200", memory=186e9, shares=(0.23, 0.42, 0.58, 0.62, 0.63, 0.60), bus="B200", pcie=None),
 )
+H200_PCIE = 64e9
+H200_HOST_LINK = {"to_host": 55.5e9, "to_device": 55.3e9}
+"""Bytes per second, measured by benchmarks.offload_gpu."""
 H200_SHARES = (0.39, 0.61, 0.72, 0.77, 0.78, 0.71)
 
 BUS_GB = {
@@ -109,10 +116,12 @@ def h200_of(measured: samples.Samples) -> Calibration:
     tables = "measured by `braid calibrate` on one H200"
     sources = dict.fromkeys(("products", "kernels", "bandwidth", "launch_seconds", "optimizer"), tables)
     sources["sustained"] = "whole steps on one H200"
+    sources["host_link"] = "copies of 1 GiB on one H200, PCIe 5 x16 (benchmarks/results/offload_gpu.json)"
     return replace(
         found,
         collectives=collectives("H100"),
         contention={"node": 1.0, "network": 1.0},
+        host_link=found.host_link or H200_HOST_LINK,
         spread={**found.spread, "node": 0.10, "network": 0.25},
         sources={**sources, "collectives": LINKS_SOURCE.format(bus="H100"), "contention": "not measured"},
     )
@@ -140,6 +149,7 @@ def scaled(h200: Calibration, device: Device) -> Calibration:
         kernels=tuple(_scaled_kernel(table, speed, memory) for table in h200.kernels),
         bandwidth=tuple((size, seconds / memory) for size, seconds in h200.bandwidth),
         optimizer=h200.optimizer * memory,
+        host_link=host_link(device),
         collectives=collectives(device.bus),
         spread={**classes, "products": 0.08, "sustained": SUSTAINED_SPREAD, "node": 0.10, "network": 0.25},
         sources={
@@ -151,9 +161,25 @@ def scaled(h200: Calibration, device: Device) -> Calibration:
             "sustained": "as on the H200; spread: two thirds of published steps, benchmarks.published_steps",
             "collectives": LINKS_SOURCE.format(bus=device.bus),
             "contention": "not measured",
+            **host_link_source(device),
         },
         skipped={},
     )
+
+
+def host_link(device: Device) -> dict[str, float]:
+    """What the H200's copies reach of its PCIe link."""
+    if device.pcie is None:
+        return {}
+    return {way: rate * device.pcie / H200_PCIE for way, rate in H200_HOST_LINK.items()}
+
+
+def host_link_source(device: Device) -> dict[str, str]:
+    if device.pcie is None:
+        return {}
+    same = "measured on the H200, which has the same link: PCIe 5 x16 [c]"
+    half = "half of what was measured on the H200: PCIe 4 x16 has half the rate of PCIe 5 [c]"
+    return {"host_link": same if device.pcie == H200_PCIE else half}
 
 
 def product_speed(device: Device, flops: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from braid.engine.streams import HostStreams
-from braid.nn.offload import HostPool, OffloadError, Offloads, SlotKey
+from braid.nn.offload import HostPool, Key, OffloadError, Offloads, SlotKey, Way
 from braid.nn.recompute import Replays
 from braid.schedule import Stream
 
@@ -70,8 +70,8 @@ def offloads_all() -> int:
     return 4 * whole + 3 * half
 
 
-def saved(offloads: Offloads, tensors: Sequence[Tensor]) -> list[Tensor]:
-    with offloads.saving(KEY, [], Stream.COMPUTE):
+def saved(offloads: Offloads, tensors: Sequence[Tensor], key: Key = KEY) -> list[Tensor]:
+    with offloads.saving(key, [], Stream.COMPUTE):
         return [offloads.keep(tensor) for tensor in tensors]  # type: ignore[misc]
 
 
@@ -129,6 +129,32 @@ def test_a_storage_that_two_blocks_save_is_copied_once_and_comes_back_with_the_l
     assert torch.equal(kept[1].tensor, shared)  # type: ignore[attr-defined]
     assert torch.equal(kept[0].tensor, shared)  # type: ignore[attr-defined]
     offloads.reload(KEY, 0)
+
+
+class _Ordered(HostStreams):
+    """Notes which event each copy waits for; events are numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[str, object]] = []
+
+    def copy(self, job: Callable[[], None], way: Way, after: object = None) -> int:  # type: ignore[override]
+        self.copies.append((way, after))
+        job()
+        return len(self.copies) - 1
+
+
+def test_a_slot_is_written_again_behind_the_copy_that_reads_it() -> None:
+    """Ways have streams of their own, so nothing else orders the two copies."""
+    other, streams = (1, 0, "0.block"), _Ordered()
+    offloads = Offloads(HostPool({SLOT: 512}, CPU), streams)
+    kept = [saved(offloads, [torch.ones(2)], key) for key in (KEY, other)]
+    for key in (KEY, other):
+        offloads.offload(key, 0)
+        offloads.free(key)
+        offloads.reload(key, 0)
+    assert streams.copies == [("to_host", None), ("to_device", None), ("to_host", 1), ("to_device", None)]
+    assert all(torch.equal(each.tensor, torch.ones(2)) for (each,) in kept)  # type: ignore[attr-defined]
 
 
 def test_a_slot_that_is_taken_and_a_stale_one_are_errors() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -80,6 +81,32 @@ def test_copies_run_beside_computation_and_hold_what_needs_them():
     assert simulate(made).makespan == simulate(kept).makespan == 12.0
     assert simulate(made, Costs(copy=1.0)).makespan == 12.0
     assert simulate(made, Costs(copy=10.0)).makespan == pytest.approx(1 + 10 + 10 + 2 + 10 + 10 + 2)
+
+
+def test_copies_to_the_host_and_back_do_not_wait_for_each_other():
+    """Two micro-batches side by side: one goes while the other comes back."""
+    chains = fine("[*E][*E][*E][*E]|[*E][*E][*E][*E]", 2)
+    made = with_offloads(overlapped(chains, pp=2, micro_batches=4), 0.5)
+    spans = simulate(made, Costs(copy=3.0)).spans[0]
+    leaving = [span for span in spans if span.op.act is Act.OFFLOAD]
+    coming = [span for span in spans if span.op.act is Act.RELOAD]
+    for ways in (leaving, coming):
+        assert all(one.end <= other.start for one, other in pairwise(ways))
+    assert any(one.start < other.end and other.start < one.end for one in leaving for other in coming)
+
+
+def test_a_slot_is_written_when_it_has_been_read():
+    made = in_blocks("****|****", 0.5, pp=2, micro_batches=6)
+    read: dict[tuple[object, ...], float] = {}
+    reused = 0
+    for span in simulate(made, Costs(copy=20.0)).spans[1]:
+        slot = (span.op.segment, span.op.phase, span.op.slot)
+        if span.op.act is Act.OFFLOAD and slot in read:
+            reused += 1
+            assert span.start >= read[slot]
+        if span.op.act is Act.RELOAD:
+            read[slot] = span.end
+    assert reused
 
 
 @settings(deadline=None, max_examples=60)

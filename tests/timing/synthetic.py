@@ -47,7 +47,7 @@ def calibration(**changed: object) -> Calibration:
         "kernels": tuple(kernels),
         "bandwidth": tuple((2.0**p, 2e-6 + 2.0**p / 3.5e12) for p in range(16, 32, 2)),
         "launch_seconds": 5e-6, "optimizer": 3e12, "sustained": 1.1,
-        "contention": {"node": 1.05},
+        "contention": {"node": 1.05}, "host_link": {"to_host": 5e10, "to_device": 4e10},
         "collectives": {
             op: {
                 ranks: tuple((2.0**p, 8e-6 + ring_share(op, ranks) * 2.0**p / 5e11) for p in range(14, 30, 4))

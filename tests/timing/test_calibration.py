@@ -224,6 +224,8 @@ PRODUCTS = json.loads(to_json(KNOWN))["products"][0]
         (broken(format=0), "h9.json: format: must be 1, not 0; run `braid calibrate` again"),
         (broken(lanch_seconds=1), "h9.json: lanch_seconds: unknown field"),
         (broken(source="guessed"), "h9.json: source: 'guessed' must be one of shipped, measured"),
+        (broken(host_link={"to_host": 5e10}), "h9.json: host_link: must have to_device and to_host"),
+        (broken(host_link={"to_host": 0, "to_device": 1}), "h9.json: host_link.to_host: must be positive"),
         (broken(sustained=0), "h9.json: sustained: must be positive"),
         (broken(peak_flops="fast"), "h9.json: peak_flops: 'fast' is not a number"),
         (broken(bandwidth=[[2, 1], [1, 1]]), "h9.json: bandwidth: sizes must be positive and ascend"),
@@ -258,7 +260,8 @@ def test_shipped_devices_say_where_their_tables_come_from(name):
     assert found.device == name
     assert found.source == "shipped"
     tables = {"products", "kernels", "bandwidth", "optimizer", "launch_seconds", "sustained", "collectives"}
-    assert tables <= set(found.sources)
+    assert tables | ({"host_link"} if found.host_link else set()) <= set(found.sources)
+    assert bool(found.host_link) == (name != "gb200"), "nobody has measured its link to the host"
     assert {"products", "memory", "attention", "sustained", "node", "network"} <= set(found.spread)
     for piece in (Piece(Product(4096, 4096, 4096)), Piece(Product(512, 2048, 2048, 16)), Piece(Moved(10**8))):
         assert 0 < seconds(piece, "forward", found) < 0.01

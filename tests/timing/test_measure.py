@@ -26,7 +26,7 @@ from tests.timing.synthetic import law
 WATCH = Stopwatch(torch.device("cpu"))
 TINY = measure.Sizes(
     tokens=(16, 32), channels=(16, 32), held_out=1, group_tokens=(8,), group_channels=(16,), groups=(2,),
-    moved_rows=(4, 8), moved_channels=128, parameters=1024, launches=2,
+    moved_rows=(4, 8), moved_channels=128, parameters=1024, launches=2, copied=64,
 )  # fmt: skip
 FEW = {
     "rows": 1, "tokens": 32, "heads": 4, "kv_heads": 2, "key_heads": 2, "head_dim": 16, "v_dim": 16,
@@ -61,6 +61,10 @@ def test_everything_is_measured_in_all_passes():
     (step,) = measure.optimizer_step(TINY, WATCH)
     assert step.shape == {"parameters": 1024, "bytes": 34 * 1024}
     assert len(list(measure.launches(TINY, WATCH))) == 3
+    assert [(each.name, each.shape) for each in measure.host_link(TINY, WATCH)] == [
+        ("to_host", {"bytes": 64}),
+        ("to_device", {"bytes": 64}),
+    ]
     assert all(each.seconds > 0 for each in products)
 
 
@@ -139,6 +143,8 @@ def made_up() -> Samples:
         )
     found.append(Sample(what="optimizer", name="adamw", shape={"bytes": 3 * 10**12}, seconds=1.0))
     found.append(Sample(what="launch", name="add", shape={"launches": 1}, seconds=5e-6))
+    for way, taken in (("to_host", 0.02), ("to_device", 0.025)):
+        found.append(Sample(what="host_link", name=way, shape={"bytes": 10**9}, seconds=taken))
     return Samples(
         device="NVIDIA H200", when="2026-11-18", versions={"torch": "2.11"}, memory_bytes=10**11,
         samples=tuple(found), skipped={"router tokens 8": "OutOfMemoryError"},
@@ -159,6 +165,7 @@ def test_tables_follow_from_samples(measured):
     assert (found.device, found.source, found.optimizer) == ("h200", "measured", 3e12)
     assert found.skipped == measured.skipped
     assert found.launch_seconds == 5e-6
+    assert found.host_link == {"to_host": 5e10, "to_device": 4e10}
     for sample in measured.of("product"):
         piece = measure_piece(sample)
         assert seconds(piece, sample.pass_, found) == pytest.approx(sample.seconds)

@@ -17,6 +17,7 @@ from braid.timing.calibration import load
 from braid.timing.links import load_cluster
 from braid.timing.meter import ClusterMeter
 from braid.timing.predict import predict
+from braid.timing.seconds import COPIES
 from braid.timing.step import BUBBLE, HOST, Stepper
 from tests.engine.graph_runs import gpu_run, with_graphs
 
@@ -68,6 +69,38 @@ def test_parts_add_up_to_the_step_on_every_stage(name: str, recompute: tuple[str
         assert min(parts.values()) > -1e-9 * step.seconds
     if name == "shards":
         assert step.stations[0][BUBBLE] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["shards", "overlap", "1f1b", "dual_pipe_v"])
+@pytest.mark.parametrize("rate", [5e9, 5e12], ids=["slow", "fast"])
+def test_waiting_for_copies_to_the_host_is_a_part_of_the_step(name: str, rate: float) -> None:
+    """Of every stage the parts still add up; a link that is fast enough costs nothing."""
+    known = replace(load("h100"), host_link={"to_host": rate, "to_device": rate})
+    run = qwen(micro_batches=4, **MESHES[name])
+    kept, away = (
+        Stepper(made := plan(replace(run, train=replace(run.train, offload=share)), 16)).step(
+            ClusterMeter(made, CLUSTER, known)
+        )
+        for share in (0.0, 0.5)
+    )
+    for parts in away.stations:
+        assert sum(parts.values()) == pytest.approx(away.seconds, rel=1e-9)
+        assert min(parts.values()) > -1e-9 * away.seconds
+    waited = max(parts[COPIES] for parts in away.stations)
+    if rate == 5e9:
+        assert waited > 0.05 * kept.seconds
+        assert away.seconds > 1.05 * kept.seconds
+    else:
+        assert waited < 0.01 * kept.seconds
+        assert away.seconds == pytest.approx(kept.seconds, rel=0.01)
+
+
+def test_a_link_to_the_host_that_nobody_has_measured_is_named() -> None:
+    known = replace(load("h100"), host_link={})
+    run = qwen(ep=8, shard="optimizer")
+    predict(plan(run, 16), CLUSTER, known)
+    with pytest.raises(ConfigError, match="h100: no calibration for the link to the host, which train"):
+        predict(plan(replace(run, train=replace(run.train, offload=0.5)), 16), CLUSTER, known)
 
 
 @pytest.mark.parametrize("mesh", [{"pp": 4, "ep": 4}, {"pp": 4, "ep": 4, "schedule": "dual_pipe_v"}])

@@ -38,6 +38,7 @@ what is measured (one GPU, two to three minutes)
   kernels           {", ".join(measure_kernels.NAMES)}: forward and backward
   memory traffic    add, rms_norm, glu, rotary over a range of sizes
   host              seconds of a launch
+  link to the host  copies to page-locked host memory and back
   optimizer         gradient norm and AdamW
   whole steps       {", ".join(MODELS)}: measured over predicted seconds is the sustained factor
 under a launcher on several GPUs, also
@@ -167,6 +168,8 @@ def measure_all(device: torch.device) -> Samples | None:
     progress.measure("optimizer", lambda: measure.optimizer_step(sizes, watch))
     torch.cuda.empty_cache()
     progress.measure("host", lambda: measure.launches(sizes, watch))
+    progress.measure("link to the host", lambda: measure.host_link(sizes, watch))
+    torch.cuda.empty_cache()
     progress.measure("whole steps", steps)
     took = time.perf_counter() - progress.began
     say(f"{len(progress.found)} measurements in {took:.0f} s, {len(progress.skipped)} not measured")

@@ -29,6 +29,7 @@ LABELS = MappingProxyType(
         "scans": "scans of Mamba-2 and delta nets",
         "memory": "norms, activations, permutations: memory traffic",
         "host": "starting kernels, as far as that is slower than they run",
+        "host_link": "waiting for activations on their way to the host and back",
         "optimizer": "gradient norm and optimizer",
         "bubble": "waiting for other stages",
         "tp": "tensor parallelism",

@@ -1,4 +1,4 @@
-"""CUDA streams: a compute, a communication and a copy stream per rank, and a host emulation for the CPU.
+"""CUDA streams: a compute, a communication and two copy streams per rank, and a host emulation for the CPU.
 
 Each stream runs its jobs in the order of issue. A node that reads a tensor written on the other stream waits
 for the **event** recorded behind its producer, and calls **record_stream** so that the caching allocator does
@@ -21,6 +21,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from braid.nn.offload import Way
 from braid.schedule import Op, Stream
 
 
@@ -48,9 +49,10 @@ class Streams(Protocol):
         """Return when the weights that the job before the event has used may be freed by the caller."""
         ...
 
-    def copy(self, job: Job) -> Any:
-        """Run copies between device and host on a stream of their own, after everything issued to any stream
-        before, and return the event behind them."""
+    def copy(self, job: Job, way: Way, after: Any = None) -> Any:
+        """Run copies between device and host on a stream of their own for each way, after everything issued to
+        the streams of phases before and after an event of the other way's copies; return the event behind
+        them."""
         ...
 
     def hold(self, event: Any) -> None:
@@ -114,7 +116,7 @@ class HostStreams:
     def finish_using_weights(self, event: Future[None]) -> None:
         event.result()
 
-    def copy(self, job: Job) -> None:
+    def copy(self, job: Job, way: Way, after: None = None) -> None:
         self.join()
         job()
 
@@ -156,8 +158,8 @@ class CudaStreams:
             Stream.COMMUNICATION: torch.cuda.Stream(device, priority=-1),
         }
         self.streams[Stream.COMMUNICATION].wait_stream(self.streams[Stream.COMPUTE])
-        self._copies: torch.cuda.Stream | None = None
-        """Created when something is copied."""
+        self._copies: dict[Way, torch.cuda.Stream] = {}
+        """Created when something is copied. The link is full duplex: each way has its own."""
 
     def issue(self, stream: Stream, job: Job) -> torch.cuda.Event:
         begin = None if self.job_times is None else self.record_timed_event(stream)
@@ -188,14 +190,17 @@ class CudaStreams:
     def finish_using_weights(self, event: torch.cuda.Event) -> None:
         return None  # `record_stream` on the weights is enough
 
-    def copy(self, job: Job) -> torch.cuda.Event:
-        if self._copies is None:
-            self._copies = torch.cuda.Stream(self.streams[Stream.COMPUTE].device)
+    def copy(self, job: Job, way: Way, after: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        if way not in self._copies:
+            self._copies[way] = torch.cuda.Stream(self.streams[Stream.COMPUTE].device)
+        copies = self._copies[way]
         for stream in self.streams.values():
-            self._copies.wait_stream(stream)
-        with torch.cuda.stream(self._copies):
+            copies.wait_stream(stream)
+        if after is not None:
+            copies.wait_event(after)
+        with torch.cuda.stream(copies):
             job()
-        return self._copies.record_event()
+        return copies.record_event()
 
     def hold(self, event: torch.cuda.Event) -> None:
         for stream in self.streams.values():

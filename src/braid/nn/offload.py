@@ -15,7 +15,8 @@ stay, as does what lives as long anyway. What has no room in its slot stays on t
 receive more rows than planned.
 
 No memory is handed from stream to stream behind the allocator's back: what `free` releases and `reload`
-allocates belongs to the compute stream, and the copy stream has waited for it or is waited for.
+allocates belongs to the compute stream, and the copy streams have waited for it or are waited for. Copies to
+the host and back have a stream each: a link moves both ways at once. A slot is written when it has been read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from braid.schedule import Stream
 
+Way = Literal["to_host", "to_device"]
 Key = tuple[int, int, str]
 """(micro-batch, segment, block)."""
 
@@ -67,9 +69,9 @@ class HostPool:
 class CopyStreams(Protocol):
     """What offload needs of the streams of a rank."""
 
-    def copy(self, job: Callable[[], None]) -> Any:
-        """Run copies on a stream of their own, after everything issued to any stream before, and return the
-        event behind them."""
+    def copy(self, job: Callable[[], None], way: Way, after: Any = None) -> Any:
+        """Run copies on a stream of their own for each way, after everything issued to the streams of phases
+        before and after an event of the other way's copies; return the event behind them."""
         ...
 
     def hold(self, event: Any) -> None:
@@ -150,6 +152,8 @@ class Offloads:
         self._blocks: dict[Key, _Block] = {}
         self._known: dict[int, weakref.ref[_Storage]] = {}
         self._taken: dict[SlotKey, Key] = {}
+        self._emptied: dict[SlotKey, Any] = {}
+        """Behind the copy from each slot: the next copy to it waits for that."""
 
     # ------------------------------------------------------------------------------------- forward
 
@@ -215,7 +219,7 @@ class Offloads:
                 end += storage.size
             self.moved[key] = end
 
-        block.event = self.streams.copy(job)
+        block.event = self.streams.copy(job, "to_host", after=self._emptied.pop(block.slot, None))
 
     def free(self, key: Key) -> None:
         """Free device memory when the copy is done."""
@@ -243,7 +247,7 @@ class Offloads:
                 _bytes(storage).copy_(storage.host, non_blocking=True)
                 storage.host = None
 
-        block.event = self.streams.copy(job)
+        block.event = self._emptied[block.slot] = self.streams.copy(job, "to_device")
         del self._taken[block.slot]
 
     def wait(self, key: Key) -> None:

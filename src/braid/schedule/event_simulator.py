@@ -16,9 +16,9 @@ Collectives on units run on a third stream, one after another: an all-gather may
 the list, a reduction when the gradients are there. `WAIT` and `FINISH` hold the compute stream until they are
 done; the other ops on units take no time.
 
-Copies to the host and back run on a stream of their own, one after another, each after all that stands before
-it in the list. `FREE`, and the first op that needs a reloaded block, hold both other streams until they are
-done.
+Copies to the host run on a stream of their own, copies back on another, one after another, each after all that
+stands before it in the list, and into a slot when the copy from there is done. `FREE`, and the first op that
+needs a reloaded block, hold the streams of phases until they are done.
 
 What waits for what does not depend on how long anything takes. So the lists are followed once, which finds
 deadlocks and gives a graph of moments (`follow_lists`); the graph then has the times for any durations.
@@ -161,12 +161,14 @@ class _WeightStream:
         """When the all-gather of each unit is done."""
 
 
-class _CopyStream:
-    """The stream of a rank's copies to the host and back."""
+class _CopyStreams:
+    """The streams of a rank's copies to the host and back."""
 
     def __init__(self) -> None:
-        self.free = _BEGIN
-        """When it becomes idle."""
+        self.free = {Act.OFFLOAD: _BEGIN, Act.RELOAD: _BEGIN}
+        """When each becomes idle."""
+        self.emptied: dict[tuple[int | None, str, int | None], _Moment] = {}
+        """By segment, block and number: when what a slot held last is back."""
         self.done: dict[tuple[int | None, int | None, str], _Moment] = {}
         """By micro-batch, segment and block: when the copy that something has yet to wait for is done."""
 
@@ -224,7 +226,7 @@ class _Simulation:
         self.free = [dict.fromkeys(Stream, _BEGIN) for _ in lists]
         """For each rank, when each stream becomes idle."""
         self.weights = [_WeightStream() for _ in lists]
-        self.copies = [_CopyStream() for _ in lists]
+        self.copies = [_CopyStreams() for _ in lists]
         self.ready: dict[tuple[int, str, int | None, int | None], _Moment] = defaultdict(int)
         """By rank, direction, micro-batch and segment: when its last phase so far ends."""
         self.phased = {(op.micro_batch, op.segment) for ops in lists for op in ops if op.phase is not None}
@@ -311,9 +313,13 @@ class _Simulation:
         if op.act is Act.FREE:
             self._hold(rank, copies.done.pop(key, _BEGIN))
             return start, moments.latest(self.free[rank].values())
-        start = moments.later(start, copies.free)
-        copies.free = copies.done[key] = moments.after(start, start, moments.length(rank, op))
-        return start, copies.free
+        start, slot = moments.later(start, copies.free[op.act]), (op.segment, op.phase or "", op.slot)
+        if op.act is Act.OFFLOAD:
+            start = moments.later(start, copies.emptied.get(slot, _BEGIN))
+        end = copies.free[op.act] = copies.done[key] = moments.after(start, start, moments.length(rank, op))
+        if op.act is Act.RELOAD:
+            copies.emptied[slot] = end
+        return start, end
 
     def _await_reload(self, rank: int, op: Op) -> None:
         """Hold an op whose block is on its way back."""

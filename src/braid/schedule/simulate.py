@@ -41,7 +41,7 @@ class Costs:
     partly_frozen: Mapping[int, float] = field(default_factory=dict)
     """The duration of the `B` of segments that are a single phase, of which some parts are frozen."""
     copy: float = 0.0
-    """The duration of an `OFFLOAD` or a `RELOAD`, one after another beside computation."""
+    """The duration of an `OFFLOAD` or a `RELOAD`, beside computation; one way, one after another."""
     recompute: float = 1.0
     """The share of a phase's forward that its `RECOMPUTE` takes."""
 

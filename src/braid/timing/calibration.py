@@ -41,6 +41,7 @@ TABULATED = frozenset({"", "fp8_block"})
 """Formats that products may have been measured in."""
 FORMAT = 1
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+HOST_LINK = frozenset({"to_host", "to_device"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,9 @@ class Calibration:
     """Measured seconds of whole steps over those that the tables predict. `seconds` does not include it."""
     contention: Mapping[str, float] = field(default_factory=dict)
     """How many times longer computation takes while a link of this class (node, network) is in use."""
+    host_link: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per second between its memory and page-locked host memory, `to_host` and `to_device`; empty if
+    nobody has measured it."""
     collectives: Mapping[str, Mapping[int, tuple[Point, ...]]] = field(default_factory=dict)
     """Seconds within a node, by op, ranks and bytes of the whole buffer; see `timing.links`."""
     spread: Mapping[str, float] = field(default_factory=dict)
@@ -205,6 +209,16 @@ def missing(work: Work, calibration: Calibration) -> list[str]:
         _missing(piece.what, pass_, calibration) for pass_, pieces in _passes(work).items() for piece in pieces
     )
     return list(dict.fromkeys(reason for reason in found if reason is not None))
+
+
+def missing_link(calibration: Calibration) -> list[str]:
+    """The same of copies to the host and back."""
+    if calibration.host_link:
+        return []
+    return [
+        f"{calibration.device}: no calibration for the link to the host, which train.offload uses: "
+        "`braid calibrate` measures it"
+    ]
 
 
 def _passes(work: Work) -> Mapping[Pass, tuple[Piece, ...]]:
@@ -336,7 +350,7 @@ def _number_problems(given: Mapping[str, Any]) -> Iterable[str]:
             yield f"{name}: {shown(value)} is not a number"
         elif name in _TEXTS and not (isinstance(value, str) and value):
             yield f"{name}: {shown(value)} is not a name"
-        elif name in ("spread", "contention"):
+        elif name in ("spread", "contention", "host_link"):
             if not isinstance(value, dict) or not all(map(is_number, value.values())):
                 yield f"{name}: must be an object of numbers"
         elif name in ("versions", "sources", "skipped") and not (
@@ -414,6 +428,11 @@ def _problems(calibration: Calibration) -> Iterable[str]:
     for name, value in calibration.contention.items():
         if not 1 <= value < 100:
             yield f"contention.{name}: must be how many times longer it takes, from 1 to below 100, not {value}"
+    if calibration.host_link and set(calibration.host_link) != HOST_LINK:
+        yield f"host_link: must have {' and '.join(sorted(HOST_LINK))}, or be left out"
+    for way, rate in calibration.host_link.items():
+        if not rate > 0:
+            yield f"host_link.{way}: must be positive, not {rate}"
     yield from _product_problems(calibration.products)
     yield from _kernel_problems(calibration.kernels)
     curves = {f"kernels[{index}].points": table.points for index, table in enumerate(calibration.kernels)}

@@ -12,6 +12,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,8 @@ class Sizes:
     moved_channels: int = 4096
     parameters: int = 2**29
     launches: int = 500
+    copied: int = 2**30
+    """Bytes of a copy to the host or back."""
 
 
 class Traffic(NamedTuple):
@@ -274,6 +277,15 @@ def optimizer_step(sizes: Sizes, watch: Stopwatch) -> Iterator[Sample]:
 
     shape = {"parameters": each * count, "bytes": OPTIMIZER_BYTES * each * count}
     yield Sample(what="optimizer", name="adamw", shape=shape, seconds=watch.seconds(run))
+
+
+def host_link(sizes: Sizes, watch: Stopwatch) -> Iterator[Sample]:
+    """Copies between the device and page-locked host memory."""
+    there = torch.zeros(sizes.copied, dtype=torch.uint8, device=watch.device)
+    here = torch.zeros(sizes.copied, dtype=torch.uint8, pin_memory=watch.device.type == "cuda")
+    for name, to, of in (("to_host", here, there), ("to_device", there, here)):
+        seconds = watch.seconds(partial(to.copy_, of, non_blocking=True))
+        yield Sample(what="host_link", name=name, shape={"bytes": sizes.copied}, seconds=seconds)
 
 
 def launches(sizes: Sizes, watch: Stopwatch) -> Iterator[Sample]:

@@ -13,6 +13,8 @@ from braid.timing.calibration import Calibration, component, seconds, spread_cla
 from braid.timing.links import Cluster, Span, call_seconds, link_spread, message_seconds, same_node, span
 from braid.topology import Grid
 
+HOST = "host_link"
+"""The class of copies to the host and back."""
 _EXCHANGES = ("all_to_all", "all_to_all_v")
 SHIPPED_SPREAD, MEASURED_SPREAD = 0.10, 0.03
 """The relative spread of the sustained factor: of a shipped file, at least, and of a measured one."""
@@ -71,6 +73,9 @@ class ClusterMeter:
         if call.op in _EXCHANGES and self.plan.run.mesh.dispatcher == "deep_ep" and self.plan.run.model.moe:
             top_k = self.plan.run.model.moe.top_k
         return call_seconds(call, own, self.cluster, self.calibration, top_k=top_k)
+
+    def copy(self, size: int, way: str) -> float:
+        return size / self.calibration.host_link[way] * self._factor(HOST)
 
     def message(self, size: int, module: str, stages: tuple[int, int]) -> float:
         line = self._grids[module].group_of(self._grids[module].ranks[0], "pp")

@@ -15,9 +15,9 @@ from braid.errors import ConfigError, Problem
 from braid.planning.estimate.weights import Counted
 from braid.planning.plan import Plan, training_flops
 from braid.schedule import Timeline
-from braid.timing.calibration import Calibration, load, missing
+from braid.timing.calibration import Calibration, load, missing, missing_link
 from braid.timing.links import Cluster, filled, missing_calls, span
-from braid.timing.meter import ClusterMeter
+from braid.timing.meter import HOST, ClusterMeter
 from braid.timing.seconds import Station
 from braid.timing.step import BUBBLE, Stepper, StepTime
 
@@ -25,6 +25,7 @@ _ADVICE = MappingProxyType(
     {
         "network": "measure the network: `braid calibrate` under a launcher on 2 nodes",
         "node": "measure collectives: `braid calibrate` under a launcher on the GPUs of a node",
+        HOST: "measure the link to the host: `braid calibrate` on a GPU",
         "sustained": "measure the device: `braid calibrate` on one of them",
     }
 )
@@ -142,7 +143,7 @@ def calibration_for(cluster: Cluster, given: Calibration | None) -> Calibration:
 
 def unmeasured(plan: Plan, meter: ClusterMeter, stations: Iterable[Station]) -> list[str]:
     """What the calibration has no seconds for, each once."""
-    found = dict[str, None]()
+    found = dict.fromkeys(missing_link(meter.calibration) if any(plan.schedule.offloaded) else [])
     for station in (each for each in stations if each.original is None):
         for part in station.works.values():
             for work in part.values():

@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from braid.errors import DataError
 
-What = Literal["product", "kernel", "moved", "optimizer", "launch", "step", "collective", "contention"]
+What = Literal[
+    "product", "kernel", "moved", "optimizer", "launch", "step", "collective", "contention", "host_link"
+]
 Value = int | float | str
 
 

@@ -15,12 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Protocol
 
 from braid.choices import recomputed
 from braid.nn.cost import Call
 from braid.nn.work import Moved, Pass, Piece, Work
 from braid.planning.estimate.edges import EdgeEstimate, edges_of
+from braid.planning.estimate.offload import moved, parts_of_blocks
 from braid.planning.estimate.rank import HeldModule
 from braid.planning.estimate.weights import (
     Counted,
@@ -34,6 +36,9 @@ from braid.planning.plan import Plan
 from braid.schedule import Act, Op, Ops, Phase
 from braid.schedule.phases import named
 
+COPIES = "host_link"
+"""What waits for copies to the host and back count as."""
+WAYS = MappingProxyType({Act.OFFLOAD: "to_host", Act.RELOAD: "to_device"})
 Parts = Mapping[str, float]
 """Seconds by what they are spent on: products, attention, scans, memory, host, or a family of ranks."""
 
@@ -47,6 +52,10 @@ class Meter(Protocol):
 
     def call(self, call: Call, module: str) -> float:
         """The seconds of one call of a collective of a module."""
+        ...
+
+    def copy(self, size: int, way: str) -> float:
+        """The seconds of a copy of `size` bytes, `to_host` or `to_device`."""
         ...
 
     def message(self, size: int, module: str, stages: tuple[int, int]) -> float:
@@ -140,6 +149,8 @@ class OpTimes:
             timed = held.timed(op)
             assert op.segment is not None
             return self._add_up(timed, held.module_of(op.segment).name)
+        if op.act in WAYS:
+            return {COPIES: self.meter.copy(held.moved_bytes(op), WAYS[op.act])}
         if op.act in (Act.UNSHARD, Act.REDUCE_GRAD) and not is_alone(self.plan):
             wanted = "all_gather" if op.act is Act.UNSHARD else ""
             unit, module = held.unit(op.unit or "")
@@ -192,6 +203,15 @@ class Station:
         """Bytes of a message between two stages of a module."""
         tokens = module.workload.local_tokens(module.model.groups.tp_cp)
         return tokens * prod(module.model.shape.stream) * module.workload.narrow
+
+    def moved_bytes(self, op: Op) -> int:
+        """Bytes that an `OFFLOAD` or `RELOAD` moves."""
+        assert op.segment is not None
+        return moved(self.module_of(op.segment).costs[self._offloaded[op.segment, op.phase or ""]])
+
+    @cached_property
+    def _offloaded(self) -> dict[tuple[int, str], str]:
+        return parts_of_blocks(self.plan, self.number)
 
     @cached_property
     def _units(self) -> list[tuple[HeldUnit, str]]:

@@ -26,7 +26,7 @@ from braid.schedule.phases import Stream
 from braid.schedule.sections import sections_of
 from braid.schedule.simulate import moments_of, timeline_of
 from braid.schedule.views import stream_of
-from braid.timing.seconds import Meter, OpTimes, Station, stations_of
+from braid.timing.seconds import COPIES, Meter, OpTimes, Station, stations_of
 
 BUBBLE, MESSAGES, EXPERTS, HOST = "bubble", "pp", "ep_etp", "host"
 _Interval = tuple[float, float]
@@ -195,7 +195,7 @@ def _parts(timeline: Timeline, times: OpTimes, station: int, whole: _Interval) -
                 parts[name] += seconds
     gaps = list(_gaps(computing, *whole))
     hidden = [span for span in spans if span.op.act.computes and stream(span.op) is Stream.COMMUNICATION]
-    waits = [*_weight_waits(times, station, spans), (EXPERTS, hidden)]
+    waits = [*_weight_waits(times, station, spans), (EXPERTS, hidden), (COPIES, list(_copy_waits(spans)))]
     for name, causes in (*waits, (MESSAGES, list(_messages(timeline, times, station)))):
         inside = list(_overlaps(gaps, sorted(causes, key=lambda span: span.start)))
         parts[name] += sum(end - start for start, end in inside)
@@ -211,6 +211,18 @@ def _weight_waits(times: OpTimes, station: int, spans: Sequence[OpSpan]) -> Iter
             family = max(times.parts(station, span.op).items(), key=lambda item: item[1])[0]
             by_family[family].append(span)
     yield from by_family.items()
+
+
+def _copy_waits(spans: Sequence[OpSpan]) -> Iterator[OpSpan]:
+    """When something waited for a copy: in a `FREE`, and before a block whose reload ended as the block began.
+    In order, without the parts that several have."""
+    begins = {span.start for span in spans if span.op.act in (Act.B, Act.RECOMPUTE)}
+    until = float("-inf")
+    for span in sorted(spans, key=lambda span: span.start):
+        waits = span.op.act is Act.FREE or (span.op.act is Act.RELOAD and span.end in begins)
+        if waits and span.end > until:
+            yield replace(span, start=max(span.start, until))
+            until = span.end
 
 
 def _messages(timeline: Timeline, times: OpTimes, station: int) -> Iterator[OpSpan]:

@@ -60,6 +60,7 @@ def calibration_of(samples: Samples, source: Source = "measured") -> Calibration
         optimizer=float(optimizer.shape["bytes"]) / optimizer.seconds,
         sustained=1.0,
         contention=_contention(samples),
+        host_link={each.name: float(each.shape["bytes"]) / each.seconds for each in samples.of("host_link")},
         collectives=collective_tables(samples),
         skipped=dict(samples.skipped),
     )
@@ -68,10 +69,17 @@ def calibration_of(samples: Samples, source: Source = "measured") -> Calibration
 
 
 def with_shipped_links(calibration: Calibration) -> Calibration:
-    """With collectives of the shipped file of the same device, where none were measured."""
-    if calibration.collectives or calibration.device not in shipped():
+    """With collectives, and the link to the host, of the shipped file of the same device, where none were
+    measured."""
+    if calibration.device not in shipped():
         return calibration
     other = load(calibration.device)
+    if other.host_link and not calibration.host_link:
+        source = f"not measured; shipped: {other.sources['host_link']}"
+        sources = {**calibration.sources, "host_link": source}
+        calibration = replace(calibration, host_link=other.host_link, sources=sources)
+    if calibration.collectives:
+        return calibration
     spread = {name: other.spread[name] for name in ("node", "network") if name in other.spread}
     return replace(
         calibration,
