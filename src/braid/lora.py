@@ -24,7 +24,8 @@ class Lora:
     alpha: float = 16.0
     """Adapters are multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("*.attention.*", "*.mamba2.*", "*.delta_net.*", "*.mlp.*", "*.shared.*")
-    """Globs over canonical names of projections without `.weight`, such as `*.attention.q`."""
+    """Globs over canonical names of projections without `.weight`, such as `*.attention.q`; `*.experts.*` are
+    those of routed experts."""
 
     @property
     def scale(self) -> float:

@@ -11,6 +11,7 @@ from braid.architecture import Activation
 from braid.kernels import grouped_mlp
 from braid.kernels.activation import activate, projections
 from braid.kernels.grouped_mlp import grouped, reference
+from braid.kernels.grouped_mlp.product import LowRank
 
 CPU = torch.device("cpu")
 ACTIVATIONS: tuple[Activation, ...] = ("swiglu", "relu2", "gelu")
@@ -87,6 +88,49 @@ def test_grouped_equals_float64(activation: Activation, counts: list[int], dtype
             assert not grads[3][e].any()
 
 
+def low_rank(weight: Tensor, rank: int) -> LowRank:
+    """Of a weight of experts, E, O, I."""
+    experts, outputs, channels = weight.shape
+    generator = torch.Generator().manual_seed(outputs)
+    down = torch.randn(experts, rank, channels, generator=generator).to(weight.dtype)
+    up = torch.randn(experts, outputs, rank, generator=generator).to(weight.dtype)
+    return LowRank(down.requires_grad_(), up.requires_grad_(), 0.7)
+
+
+@pytest.mark.parametrize(
+    ("activation", "adapted"), [("swiglu", "gate up down"), ("swiglu", "up"), ("gelu", "down")]
+)
+@pytest.mark.parametrize("kernel", ["reference", "grouped"])
+def test_adapters_equal_weights_that_they_are_merged_into(
+    activation: Activation, adapted: str, kernel: str
+) -> None:
+    """In float64, where the loop is exact; grouped products have no float64, and their sums are rounded."""
+    counts, exact = [5, 0, 9, 2], kernel == "reference"
+    tensors = inputs(counts, 12, 20, activation, torch.float64 if exact else torch.float32)
+    x, probs, w_in, w_down = (each.detach().double().requires_grad_() for each in tensors)
+    projected = {**dict(zip(projections(activation), tensors[2].unbind(2), strict=True)), "down": tensors[3]}
+    adapters = {name: low_rank(projected[name], 4) for name in adapted.split()}
+    wide = {
+        name: LowRank(*(each.detach().double().requires_grad_() for each in adapter[:2]), adapter.scale)
+        for name, adapter in adapters.items()
+    }
+    added = {name: 0.7 * adapter.up_EOR @ adapter.down_ERI for name, adapter in wide.items()}
+    merged_in = torch.stack(
+        [w_in[:, :, place] + added.get(name, 0) for place, name in enumerate(projections(activation))], 2
+    )
+    merged = w_in.new_tensor(counts).long(), merged_in, w_down + added.get("down", 0)
+    expected = reference.grouped_mlp(x, probs, *merged, activation)
+    function = reference.grouped_mlp if exact else grouped.grouped_mlp
+    actual = function(tensors[0], tensors[1], torch.tensor(counts), *tensors[2:], activation, adapters=adapters)
+    learned = [each for adapter in adapters.values() for each in adapter[:2]]
+    wanted = [each for adapter in wide.values() for each in adapter[:2]]
+    probe = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    grads = torch.autograd.grad(actual, [*tensors, *learned], probe.to(actual.dtype))
+    wants = torch.autograd.grad(expected, [x, probs, w_in, w_down, *wanted], probe)
+    for grad, want in zip((actual, *grads), (expected, *wants), strict=True):
+        assert relative(grad, want) < (1e-13 if exact else 1e-5)
+
+
 def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
@@ -109,6 +153,21 @@ def test_choice_names_its_reason(
     choice = grouped_mlp.choose(torch.device(device), dtype, hidden=hidden, ffn=32, experts=experts)
     assert choice.name == name
     assert word in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "name", "reason"),
+    [
+        ("cuda", 8, "grouped", "fused, which is faster, has no adapters"),
+        ("cuda", 12, "reference", "adapters of whole 16 bytes, not of rank 12"),
+        ("cpu", 8, "grouped", "64 experts"),
+    ],
+)
+def test_experts_with_adapters_run_on_grouped_products(device: str, rank: int, name: str, reason: str) -> None:
+    given = {"hidden": 64, "ffn": 32, "experts": 64, "rank": rank}
+    choice = grouped_mlp.choose(torch.device(device), torch.bfloat16, **given)
+    assert choice.name == name
+    assert reason in choice.reason
 
 
 def test_what_fused_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def _shard(
     reduce_dtype: torch.dtype,
     dims: Mapping[str, int],
 ) -> None:
-    placements = {parameter: dims.get(name, 0) for name, parameter in module.named_parameters(recurse=False)}
+    placements = {parameter: dims.get(name, 0) for name, parameter in module.named_parameters()}
     sharded = fully_shard(
         module,
         mesh=mesh,

@@ -76,11 +76,14 @@ def choose(
     dtype: torch.dtype,
     settings: Sequence[str] = ("auto",),
     quantised: ProductFormats = NOT_QUANTISED,
+    *,
+    expert_rank: int = 0,
 ) -> Kernels:
     """The implementations for these kinds of layers: by default the fastest that support the device and dtype,
-    otherwise as `settings` (`train.kernels`) say. `quantised` are the formats of dense layers."""
+    otherwise as `settings` (`train.kernels`) say. `quantised` are the formats of dense layers,
+    `expert_rank` is the rank of the adapters of experts, if they have any."""
     modes, plain = kernel_modes(settings), references()
-    fastest = _fastest(model, kinds, device, dtype, quantised)
+    fastest = _fastest(model, kinds, device, dtype, quantised, expert_rank)
     chosen: dict[str, KernelChoice | None] = {
         each.name: getattr(fastest, each.name) for each in fields(Kernels)
     }
@@ -106,6 +109,7 @@ def _fastest(
     device: torch.device,
     dtype: torch.dtype,
     quantised: ProductFormats,
+    expert_rank: int,
 ) -> Kernels:
     attends = not {Kind.ATTENTION, Kind.LATENT_ATTENTION}.isdisjoint(kinds)
     recurs = not {Kind.MAMBA2, Kind.DELTA_NET}.isdisjoint(kinds)
@@ -125,7 +129,12 @@ def _fastest(
         grouped_mlp=None
         if moe is None
         else grouped_mlp.choose(
-            device, dtype, hidden=moe.latent or model.hidden, ffn=moe.ffn, experts=moe.experts
+            device,
+            dtype,
+            hidden=moe.latent or model.hidden,
+            ffn=moe.ffn,
+            experts=moe.experts,
+            rank=expert_rank,
         ),
         router=None if moe is None else router.choose(device, dtype),
         permute=None if moe is None else permute.choose(device),

@@ -3,23 +3,27 @@
 Every tensor of a checkpoint that a layer stores has an adapter of its own: query, key and value apart, gate
 and up apart. Adapters are split over tp as their layer: those of a column-parallel layer split B and copy A,
 those of a row-parallel layer split A and copy B, and their partial sums are reduced with those of the layer.
+Those of experts are split over etp in the same way.
 
-Shapes: I channels in, O channels out of this rank, R rank.
+Shapes: I channels in, O channels out of this rank, R rank, E experts of this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from braid.distributed.collectives import ALONE, Group
+from braid.kernels.grouped_mlp.product import LowRank
 from braid.lora import DOWN, UP, Lora
 from braid.nn.canonical import Canonical, Index
 from braid.nn.delayed_wgrad import Delaying
 from braid.nn.linear import Linear, RowLinear, product
+from braid.nn.moe.experts import Experts
 
 
 class Adapter(Delaying):
@@ -48,25 +52,8 @@ class Adapter(Delaying):
         return y + every.flatten(-len(self.dims))
 
     def canonical(self) -> dict[str, Canonical]:
-        whole_out, whole_in = self.tensor.shape
-        start_out, start_in = (0, 0) if self.tensor.offset is None else self.tensor.offset
-        down = Canonical(
-            parameter="down_RI",
-            shape=(self.down_RI.shape[0], whole_in),
-            fill="table",
-            part=tuple(self.down_RI.shape),
-            offset=(0, start_in),
-            copies=ALONE if self.row else self.tp,
-        )
-        up = Canonical(
-            parameter="up_OR",
-            shape=(whole_out, self.up_OR.shape[1]),
-            fill="zeros",
-            part=tuple(self.up_OR.shape),
-            offset=(start_out, 0),
-            copies=self.tp if self.row else self.tensor.copies,
-        )
-        return {DOWN: down, UP: up}
+        copies = ALONE if self.row else self.tp, self.tp if self.row else self.tensor.copies
+        return _canonical(self.tensor, len(self.down_RI), ("down_RI", "up_OR"), copies)
 
     def added(self, weight: Tensor) -> Tensor:
         """A weight of the layer with the adapter merged into it."""
@@ -78,10 +65,66 @@ class Adapter(Delaying):
         return weight + every.flatten(0, len(self.dims) - 1)
 
 
+class ExpertAdapter(nn.Module):
+    """The adapters of one projection of all experts of a rank."""
+
+    def __init__(self, weight: Tensor, tensor: Canonical, lora: Lora, *, etp: Group, row: bool) -> None:
+        """`tensor` is the projection's weight in one of the experts, a part of `weight`. `row`: etp splits its
+        inputs, not its outputs."""
+        super().__init__()
+        outputs, inputs = tensor.shape if tensor.part is None else tensor.part
+        self.down_ERI = nn.Parameter(weight.new_empty(len(weight), lora.rank, inputs))
+        self.up_EOR = nn.Parameter(weight.new_empty(len(weight), outputs, lora.rank))
+        self.rank, self.scale, self.etp, self.row = lora.rank, lora.scale, etp, row
+
+    def low_rank(self) -> LowRank:
+        """What the products of experts take."""
+        return LowRank(self.down_ERI, self.up_EOR, self.scale)
+
+    def canonical(self, expert: int, tensor: Canonical) -> dict[str, Canonical]:
+        """The tensors of one expert, whose weight is `tensor`."""
+        copies = (ALONE, self.etp) if self.row else (self.etp, ALONE)
+        own = _canonical(tensor, self.rank, ("down_ERI", "up_EOR"), copies)
+        return {name: replace(each, index=(expert,)) for name, each in own.items()}
+
+
+def _canonical(
+    tensor: Canonical, rank: int, parameters: tuple[str, str], copies: tuple[Group, Group]
+) -> dict[str, Canonical]:
+    """A and B of the adapter of a weight, in parameters of these names, and the ranks that have copies of
+    them."""
+    whole_out, whole_in = tensor.shape
+    outputs, inputs = tensor.shape if tensor.part is None else tensor.part
+    start_out, start_in = (0, 0) if tensor.offset is None else tensor.offset
+    return {
+        DOWN: Canonical(
+            parameter=parameters[0],
+            shape=(rank, whole_in),
+            fill="table",
+            part=(rank, inputs),
+            offset=(0, start_in),
+            copies=copies[0],
+        ),
+        UP: Canonical(
+            parameter=parameters[1],
+            shape=(whole_out, rank),
+            fill="zeros",
+            part=(outputs, rank),
+            offset=(start_out, 0),
+            copies=copies[1],
+        ),
+    }
+
+
 def adapt(model: nn.Module, tensors: dict[str, Canonical], lora: Lora, tp: Group) -> None:
     """Give adapters to the layers of a model whose tensors match a target."""
     for name, (path, tensor) in adaptable(model, tensors, lora.targets).items():
-        layer = model.get_submodule(path)
+        layer, projection = model.get_submodule(path), name.split(".")[-2]
+        if isinstance(layer, Experts):
+            if projection not in layer.adapters:
+                weight, row = layer.get_parameter(tensor.parameter.rpartition(".")[2]), projection == "down"
+                layer.adapters[projection] = ExpertAdapter(weight, tensor, lora, etp=layer.etp, row=row)
+            continue
         assert isinstance(layer, Linear | RowLinear), name
         row = isinstance(layer, RowLinear)
         dims = tensor.view or ((layer.channels_out,) if isinstance(layer, RowLinear) else layer.dims)
@@ -91,12 +134,13 @@ def adapt(model: nn.Module, tensors: dict[str, Canonical], lora: Lora, tp: Group
 def adaptable(
     model: nn.Module, tensors: dict[str, Canonical], targets: Iterable[str]
 ) -> dict[str, tuple[str, Canonical]]:
-    """The tensors of linear layers that match a target, with the path of their layer."""
+    """The tensors of linear layers and experts that match a target, with the path of their module."""
     found = {}
     for name, tensor in tensors.items():
         path, _, last = tensor.parameter.rpartition(".")
         stem, _, kind = name.rpartition(".")
-        linear = last == kind == "weight" and isinstance(model.get_submodule(path), Linear | RowLinear)
-        if linear and any(fnmatchcase(stem, glob) for glob in targets):
+        module = model.get_submodule(path)
+        linear = isinstance(module, Experts) or (isinstance(module, Linear | RowLinear) and last == "weight")
+        if linear and kind == "weight" and any(fnmatchcase(stem, glob) for glob in targets):
             found[name] = path, tensor
     return found

@@ -24,4 +24,6 @@ def parameters_of_units(root: nn.Module, units: Iterable[str]) -> Mapping[str, t
 
 def shard_dims(module: nn.Module) -> Mapping[str, int]:
     """The sharded dim of each parameter of a unit, by name; dim 0 for parameters that are not listed."""
-    return SHARD_DIMS if isinstance(module, Experts) else {}
+    if not isinstance(module, Experts):
+        return {}
+    return {name: SHARD_DIMS[name.rpartition(".")[2]] for name, _ in module.named_parameters()}

@@ -162,17 +162,26 @@ def shapes(model: Trunk, kinds: frozenset[Kind]) -> Iterator[Problem]:
             )
 
 
-def problems(run: Run, kinds: frozenset[Kind], axes: AxisSizes) -> Iterator[Problem]:
+def problems(
+    run: Run, kinds: frozenset[Kind], axes: AxisSizes, *, adapts_experts: bool = False
+) -> Iterator[Problem]:
     """Every divisibility rule that a language model violates."""
     yield from _samples(run, axes)
-    yield from layers(run.model, run.mesh, run.train.dtype, kinds, axes)
+    yield from layers(run.model, run.mesh, run.train.dtype, kinds, axes, adapts_experts=adapts_experts)
 
 
 def layers(
-    model: Trunk, mesh: Mesh, dtype: Dtype, kinds: frozenset[Kind], axes: AxisSizes
+    model: Trunk,
+    mesh: Mesh,
+    dtype: Dtype,
+    kinds: frozenset[Kind],
+    axes: AxisSizes,
+    *,
+    adapts_experts: bool = False,
 ) -> Iterator[Problem]:
-    """Every rule that layers violate, by the field names `model` and `mesh`."""
-    yield from _experts(model, mesh, dtype, kinds, axes)
+    """Every rule that layers violate, by the field names `model` and `mesh`. `adapts_experts`: experts have
+    adapters."""
+    yield from _experts(model, mesh, dtype, kinds, axes, adapts_experts)
     yield from _copies(mesh, axes)
     yield from _overlap(model, mesh, kinds)
     for kind, rule in (
@@ -200,7 +209,7 @@ def _samples(run: Run, axes: AxisSizes) -> Iterator[Problem]:
 
 
 def _experts(
-    model: Trunk, mesh: Mesh, dtype: Dtype, kinds: frozenset[Kind], axes: AxisSizes
+    model: Trunk, mesh: Mesh, dtype: Dtype, kinds: frozenset[Kind], axes: AxisSizes, adapted: bool
 ) -> Iterator[Problem]:
     moe = model.moe
     if Kind.MOE not in kinds or moe is None:
@@ -225,7 +234,7 @@ def _experts(
     shards = axes.edp // axes.expert_copies if axes.edp % axes.expert_copies == 0 else 1
     of_each = "ranks that shard the same experts"
     yield from validators.multiple_of("model.moe.ffn", moe.ffn, axes.etp * shards, f"mesh.etp times {of_each}")
-    if moe.bias:
+    if moe.bias or adapted:
         field = "model.moe.latent" if moe.latent else "model.hidden"
         yield from validators.multiple_of(field, moe.latent or model.hidden, shards, of_each)
 

@@ -21,6 +21,7 @@ from braid.nn.moe import token_dispatcher
 from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.planning.divisibility import local_shape
 from braid.planning.plan import Plan
+from braid.planning.trained import adapts_experts
 from braid.precision import precision_of
 
 
@@ -29,7 +30,13 @@ def choose_kernels(plan: Plan, device: torch.device) -> kernels.Kernels:
     run, shape = plan.run, local_shape(plan.run.model, plan.axes)
     precision = precision_of(run.train.precision)
     chosen = kernels.choose(
-        shape, plan.layout.kinds(), device, DTYPES[run.train.dtype], run.train.kernels, precision.dense
+        shape,
+        plan.layout.kinds(),
+        device,
+        DTYPES[run.train.dtype],
+        run.train.kernels,
+        precision.dense,
+        expert_rank=run.train.lora.rank if adapts_experts(run.train.lora, plan.layout) else 0,
     )
     if chosen.grouped_mlp is None or shape.moe is None:
         return chosen

@@ -583,5 +583,6 @@ def _ranks(run: Run, world: int) -> Iterator[Problem]:
         except PatternError:  # reported by `_layers`
             yield from divisibility.problems(run, frozenset(), axes)
             return
-        yield from divisibility.problems(run, layout.kinds(), axes)
+        adapted = trained.adapts_experts(run.train.lora, layout)
+        yield from divisibility.problems(run, layout.kinds(), axes, adapts_experts=adapted)
         yield from precision.problems(run, layout, axes)

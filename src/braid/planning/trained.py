@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from braid.errors import Problem
 from braid.lora import Lora
+from braid.model.names import layers_by_name
+from braid.pattern import Kind, Layout
 
 if TYPE_CHECKING:
     from braid.model.stacked import StackedModel
@@ -102,13 +104,32 @@ def problems(
 
 
 def adapter_problems(model: StackedModel, lora: Lora) -> Iterator[Problem]:
-    """Targets of LoRA that name no linear layer."""
+    """Targets of LoRA that name no linear layer, or a part of the experts of a layer."""
     from braid.nn.lora import adaptable
 
-    if lora.rank and not adaptable(model, model.canonical(), lora.targets):
-        rule = "match no linear layer; routed experts, routers, embeddings and heads have no adapters"
+    if not lora.rank:
+        return
+    tensors = model.canonical()
+    found = adaptable(model, tensors, lora.targets)
+    if not found:
+        rule = "match no linear layer; routers, embeddings and heads have no adapters"
         remedy = "globs over projections, such as *.attention.q *.mlp.*"
         yield Problem(field="train.lora.targets", value=lora.targets, rule=rule, remedy=remedy)
+    of_projections: dict[tuple[str, str], list[str]] = {}
+    for name, (path, _) in adaptable(model, tensors, ("*.experts.*",)).items():
+        stem = name.removesuffix(".weight")
+        of_projections.setdefault((path, stem.rpartition(".")[2]), []).append(stem)
+    matched = {stem: f"{stem}.weight" in found for stems in of_projections.values() for stem in stems}
+    yield from _divided("train.lora.targets", lora.targets, of_projections.values(), matched)
+
+
+def adapts_experts(lora: Lora, layout: Layout) -> bool:
+    """Whether any target names projections of routed experts."""
+    if not lora.rank:
+        return False
+    layers = [name for name, layer in layers_by_name(layout).items() if layer.kind is Kind.MOE]
+    stems = (f"{name}.experts.0.{projection}" for name in layers for projection in ("gate", "up", "down"))
+    return any(matches(stem, lora.targets) for stem in stems)
 
 
 def nothing_trained(models: Iterable[tuple[StackedModel, Globs]]) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from torch import nn
 from braid import kernels, pattern
 from braid.architecture import Attention, DeltaNet, Glu, LatentAttention, Mamba2, Mlp, Model, Moe
 from braid.kernels.attention import reference, spans_of
+from braid.lora import Lora
 from braid.model.language import LanguageModel
 from braid.nn import attention, delta_net, latent_attention, mamba2, mlp
 from braid.nn.cost import Workload
@@ -203,6 +204,15 @@ MOES = (
 @pytest.mark.parametrize("moe", MOES, ids=range(len(MOES)))
 def test_experts(moe: Moe, dtype: torch.dtype) -> None:
     check_model(model_of("E", moe, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("targets", ["*.experts.*", "*.experts.*.gate", "*.experts.*.up"])
+@pytest.mark.parametrize("moe", [MOES[0], MOES[3], MOES[7]], ids=["grouped", "reference", "offset"])
+def test_experts_with_adapters(moe: Moe, targets: str, dtype: torch.dtype) -> None:
+    model = model_of("E", moe, dtype)
+    model.adapt(Lora(rank=8, targets=(targets,)))
+    check_model(model)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -75,9 +75,10 @@ REFERENCE = _choice("reference", reference.grouped_mlp, "it was requested")
 
 
 def choose(
-    device: torch.device, dtype: torch.dtype, *, hidden: int, ffn: int, experts: int
+    device: torch.device, dtype: torch.dtype, *, hidden: int, ffn: int, experts: int, rank: int = 0
 ) -> KernelChoice[GroupedMlp]:
-    """`fused` on a Hopper GPU, else `grouped` where it is right and faster than the loop, else `reference`."""
+    """`fused` on a Hopper GPU, else `grouped` where it is right and faster than the loop, else `reference`.
+    `rank` is that of the adapters of experts, if they have any."""
     tensor_type = f"{str(dtype).removeprefix('torch.')} on {device.type}"
     supported = (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16)
     if dtype not in supported:
@@ -86,8 +87,11 @@ def choose(
     if any(channels * dtype.itemsize % grouped.ALIGNMENT for channels in (hidden, ffn)):
         reason = f"faster ones need rows of whole {grouped.ALIGNMENT} bytes, not {hidden} and {ffn} channels"
         return _choice("reference", reference.grouped_mlp, reason)
+    if rank * dtype.itemsize % grouped.ALIGNMENT:
+        reason = f"faster ones need adapters of whole {grouped.ALIGNMENT} bytes, not of rank {rank}"
+        return _choice("reference", reference.grouped_mlp, reason)
     if device.type == "cuda":
-        missing = _missing(device)
+        missing = "has no adapters" if rank else _missing(device)
         if missing is None:
             return _choice(
                 "fused", FusedGroupedMlp(), f"its kernels are the fastest for {tensor_type} on Hopper"

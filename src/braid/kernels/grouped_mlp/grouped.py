@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from braid.architecture import Activation, Glu
-from braid.kernels.activation import SWIGLU, activate
-from braid.kernels.grouped_mlp.product import WgradStore, product
+from braid.kernels.activation import SWIGLU, activate, projections
+from braid.kernels.grouped_mlp.product import NO_ADAPTERS, Adapters, WgradStore, adapted, product
 
 ALIGNMENT = 16
 """Bytes of which every row of every operand must be a multiple."""
@@ -36,13 +36,17 @@ def grouped_mlp(
     b_in_EFG: Tensor | None = None,
     b_down_EC: Tensor | None = None,
     wgrad_store: WgradStore | None = None,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Tensor:
     """Each row through its expert's MLP, times the row's probability: as `reference.grouped_mlp`."""
-    _, ffn, projections, _ = w_in_EFGC.shape
+    ffn, names = w_in_EFGC.shape[1], projections(activation)
     grouped = _GroupedMm(counts_E.cumsum(0).to(torch.int32))
     (projected,) = product(grouped, x_NC, w_in_EFGC, b_in_EFG, wgrad_store)
-    hidden_NF = activate(activation, *projected.unflatten(-1, (ffn, projections)).unbind(-1), glu=glu)
-    (y_NC,) = product(grouped, hidden_NF, w_down_ECF, b_down_EC, wgrad_store)
+    projected_NF = projected.unflatten(-1, (ffn, len(names))).unbind(-1)
+    projected_NF = adapted(grouped, x_NC, projected_NF, [adapters.get(name) for name in names], wgrad_store)
+    hidden_NF = activate(activation, *projected_NF, glu=glu)
+    ys_NC = product(grouped, hidden_NF, w_down_ECF, b_down_EC, wgrad_store)
+    (y_NC,) = adapted(grouped, hidden_NF, ys_NC, [adapters.get("down")], wgrad_store)
     return y_NC * probs_N.to(y_NC.dtype).unsqueeze(-1)
 
 

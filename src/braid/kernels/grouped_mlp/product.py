@@ -1,17 +1,18 @@
 """Rows times the weights of their experts, as one autograd function for `reference` and `grouped`. With a wgrad
 store its backward delays the weight gradients.
 
-Shapes: N rows, sorted by expert; E experts; I channels in, O channels out. A weight is E, O, I, or E, O, P, I
-with P projections as neighbours; its bias has the same shape without I. An implementation returns one tensor
-per projection, or one for all.
+Shapes: N rows, sorted by expert; E experts; I channels in, O channels out; R rank of adapters. A
+weight is E, O, I, or E, O, P, I with P projections as neighbours; its bias has the same shape without I. An
+implementation returns one tensor per projection, or one for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -87,12 +88,45 @@ class Multiply(Protocol):
     def bias_grad(self, grads: tuple[Tensor, ...], shape: torch.Size) -> Tensor: ...
 
 
+class LowRank(NamedTuple):
+    """What LoRA adds to a projection of all experts: scale · (x · Aᵀ) · Bᵀ, with an A and a B for each."""
+
+    down_ERI: Tensor
+    up_EOR: Tensor
+    scale: float
+
+
+Adapters = Mapping[str, LowRank]
+"""By the name of the projection: gate, up, down."""
+
+NO_ADAPTERS: Adapters = MappingProxyType({})
+
+
 def product(
     multiply: Multiply, x_NI: Tensor, weight: Tensor, bias: Tensor | None, wgrad_store: WgradStore | None
 ) -> tuple[Tensor, ...]:
     """Rows times their experts' weights, plus biases."""
     outputs: tuple[Tensor, ...] = _Product.apply(multiply, wgrad_store, weight, bias, x_NI)
     return outputs
+
+
+def adapted(
+    multiply: Multiply,
+    x_NI: Tensor,
+    outputs: Sequence[Tensor],
+    adapters: Sequence[LowRank | None],
+    wgrad_store: WgradStore | None,
+) -> tuple[Tensor, ...]:
+    """The outputs of projections for these rows, with what their adapters add."""
+    found = []
+    for y_NO, adapter in zip(outputs, adapters, strict=True):
+        if adapter is None:
+            found.append(y_NO)
+            continue
+        (low_NR,) = product(multiply, x_NI, adapter.down_ERI, None, wgrad_store)
+        (own_NO,) = product(multiply, adapter.scale * low_NR, adapter.up_EOR, None, wgrad_store)
+        found.append(y_NO + own_NO)
+    return tuple(found)
 
 
 class _Product(torch.autograd.Function):

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from braid.architecture import Activation, Glu
-from braid.kernels.activation import SWIGLU, activate
-from braid.kernels.grouped_mlp.product import WgradStore, product
+from braid.kernels.activation import SWIGLU, activate, projections
+from braid.kernels.grouped_mlp.product import NO_ADAPTERS, Adapters, WgradStore, adapted, product
 
 
 def grouped_mlp(
@@ -31,17 +31,21 @@ def grouped_mlp(
     b_in_EFG: Tensor | None = None,
     b_down_EC: Tensor | None = None,
     wgrad_store: WgradStore | None = None,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Tensor:
     """Each row through its expert's MLP, biases included, times the row's probability.
 
     `counts_E` says how many of the sorted rows belong to each expert, and sums to N. An expert without rows
     gets gradients that are exactly zero. With a wgrad store, backward leaves the gradients of weights and
-    biases there.
+    biases there. `adapters` are those of LoRA.
     """
     loop = _Loop(counts_E.tolist())
     projected_NF = product(loop, x_NC, w_in_EFGC, b_in_EFG, wgrad_store)
+    into = [adapters.get(name) for name in projections(activation)]
+    projected_NF = adapted(loop, x_NC, projected_NF, into, wgrad_store)
     hidden_NF = activate(activation, *projected_NF, glu=glu)
-    (y_NC,) = product(loop, hidden_NF, w_down_ECF, b_down_EC, wgrad_store)
+    ys_NC = product(loop, hidden_NF, w_down_ECF, b_down_EC, wgrad_store)
+    (y_NC,) = adapted(loop, hidden_NF, ys_NC, [adapters.get("down")], wgrad_store)
     return y_NC * probs_N.to(y_NC.dtype).unsqueeze(-1)
 
 

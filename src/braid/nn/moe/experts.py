@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +19,23 @@ from braid import architecture
 from braid.distributed.collectives import Groups
 from braid.kernels.activation import projections
 from braid.kernels.activation_bytes import saved_ffn_tensors
-from braid.kernels.grouped_mlp import FusedGroupedMlp, GroupedMlp, grouped, sizes
-from braid.kernels.grouped_mlp.product import WritesInPlace, put_wgrad, zeros
+from braid.kernels.grouped_mlp import FusedGroupedMlp, GroupedMlp, grouped, reference, sizes
+from braid.kernels.grouped_mlp.product import Adapters, WritesInPlace, put_wgrad, zeros
 from braid.kernels.precision.block_experts import BlockGroupedMlp, operand_bytes
 from braid.kernels.precision.grouped_mlp import LowPrecisionGroupedMlp
 from braid.kernels.precision.products import accumulated
-from braid.nn.canonical import Canonical
+from braid.nn.canonical import Canonical, under
 from braid.nn.cost import Cost, Workload
 from braid.nn.delayed_wgrad import DelayedWgrad, Delaying
 from braid.nn.precision_work import experts_work
 from braid.nn.recompute import Recomputing
 from braid.nn.work import Work, activation_work, linear_work, moved
 
-SHARD_DIMS = MappingProxyType({"w_in_EFGC": 1, "w_down_ECF": 2, "b_in_EFG": 1, "b_down_EC": 1})
-"""The dim of each weight that FSDP shards. Never the expert dim: a rank may hold fewer experts than there are
-ranks to shard over."""
+SHARD_DIMS = MappingProxyType(
+    {"w_in_EFGC": 1, "w_down_ECF": 2, "b_in_EFG": 1, "b_down_EC": 1, "down_ERI": 2, "up_EOR": 1}
+)
+"""The dim of each weight that FSDP shards, and of adapters. Never the expert dim: a rank may hold fewer experts
+than there are ranks to shard over."""
 
 BUCKETS = MappingProxyType({"w_in_EFGC": "in", "w_down_ECF": "down", "b_in_EFG": "in", "b_down_EC": "down"})
 """The wgrad bucket of each weight, for schedules that compute expert weight gradients in two parts."""
@@ -70,6 +72,8 @@ class Experts(Delaying, Recomputing):
         self.w_down_ECF = parameter(channels, self.ffn)
         self.b_in_EFG = parameter(self.ffn, len(self.projections)) if shape.bias else None
         self.b_down_EC = parameter(channels) if shape.bias else None
+        self.adapters = nn.ModuleDict()
+        """Those of LoRA by projection, see `nn.lora`."""
 
     def forward(self, x_MC: Tensor, probs_M: Tensor, counts_E: Tensor) -> Tensor:
         """Expert outputs for rows sorted by expert. With etp these are partial sums; combine adds them up."""
@@ -82,7 +86,7 @@ class Experts(Delaying, Recomputing):
             self.wgrad_store.assign_buckets(
                 {each: BUCKETS[name] for name, each in self.named_parameters(recurse=False)}
             )
-        y_MC = self.grouped_mlp(
+        y_MC = self._multiply()(
             x_MC,
             probs_M,
             counts_E,
@@ -100,12 +104,28 @@ class Experts(Delaying, Recomputing):
         y_MC = _ZeroBiasGrad.apply(self.wgrad_store, in_place, self.b_down_EC, y_MC)
         return y_MC
 
+    def _multiply(self) -> GroupedMlp:
+        """The kernel, with the adapters."""
+        if not len(self.adapters):
+            return self.grouped_mlp
+        assert self.grouped_mlp in (reference.grouped_mlp, grouped.grouped_mlp)
+        adapters: Adapters = {}
+        for name, adapter in self.adapters.items():
+            if self.wgrad_store is not None:
+                bucket = "down" if name == "down" else "in"
+                self.wgrad_store.assign_buckets(dict.fromkeys(adapter.parameters(), bucket))
+            adapters = {**adapters, name: cast(Any, adapter).low_rank()}
+        return partial(self.grouped_mlp, adapters=adapters)
+
     def canonical(self) -> dict[str, Canonical]:
         tensors: dict[str, Canonical] = {}
         for expert, number in enumerate(self.expert_ids):
             for place, name in enumerate(self.projections):
                 tensors |= self._projection(f"{number}.{name}", (expert, slice(None), place))
             tensors |= self._down(f"{number}.down", (expert,))
+            for name, adapter in self.adapters.items():
+                own = cast(Any, adapter).canonical(expert, tensors[f"{number}.{name}.weight"])
+                tensors |= under(f"{number}.{name}", f"adapters.{name}", own)
         return tensors
 
     def _projection(self, name: str, index: tuple[int | slice, ...]) -> dict[str, Canonical]:
@@ -164,9 +184,21 @@ class Experts(Delaying, Recomputing):
             return Cost(kept=kept, passing=passing)
         if isinstance(self.grouped_mlp, LowPrecisionGroupedMlp):
             return Cost(kept=channels + self._emulated_bytes(workload, rows), passing=passing)
-        joined = self.grouped_mlp is grouped.grouped_mlp
-        kept = 2 * channels + saved_ffn_tensors(self.shape.activation, self.shape.glu, joined=joined) * ffn
+        low = rows * sum(cast(Any, adapter).rank for adapter in self.adapters.values()) * workload.narrow
+        kept = 2 * channels + self._saved_ffn_tensors() * ffn + low
         return Cost(kept=kept + rows * workload.narrow, passing=passing)
+
+    def _saved_ffn_tensors(self) -> int:
+        """Those of `reference` and `grouped`. What an adapter is added to becomes a tensor of its own; the
+        other slice of a product for gate and up, if it is saved, keeps all of it."""
+        activation, glu = self.shape.activation, self.shape.glu
+        adapted = [name for name in self.projections if name in self.adapters]
+        if self.grouped_mlp is not grouped.grouped_mlp or not adapted:
+            joined = self.grouped_mlp is grouped.grouped_mlp
+            return saved_ffn_tensors(activation, glu, joined=joined)
+        keeps_slice = adapted == ["up"] or (adapted == ["gate"] and (glu.limit is not None or not glu.offset))
+        sliced = len(self.projections) > 1 and keeps_slice
+        return saved_ffn_tensors(activation, glu, joined=False) + sliced
 
     def _emulated_bytes(self, workload: Workload, rows: int) -> int:
         """What the emulation in low precision saves besides its input: the activation, what that saves, and

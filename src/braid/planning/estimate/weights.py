@@ -183,11 +183,11 @@ def unit_weights(module: HeldModule, plan: Plan) -> list[UnitWeights]:
 
 
 def _weights_of(unit: Unit, part: str, weights: Mapping[str, nn.Parameter], model: StackedModel) -> UnitWeights:
-    dims = shard_dims(model.get_submodule(unit.path))
+    dims = {f"{unit.path}.{name}": dim for name, dim in shard_dims(model.get_submodule(unit.path)).items()}
     in_place = sum(p.numel() for name, p in weights.items() if _written_in_place(model, name))
     sizes = []
     for name, parameter in weights.items():
-        dim, shape = dims.get(name.rpartition(".")[2], 0), parameter.shape
+        dim, shape = dims.get(name, 0), parameter.shape
         sizes.append((name, shape[dim], prod(shape[:dim] + shape[dim + 1 :])))
     return UnitWeights(
         unit=unit,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from braid.config import Run
 from braid.errors import ConfigError
 from braid.planning.plan import check
+from braid.planning.trained import EVERYTHING
 from braid.timing.calibration import Calibration
 from braid.timing.links import Cluster, filled
 from braid.timing.predict import calibration_for
@@ -333,8 +334,8 @@ def _check(space: Space) -> None:
             f"--search cannot choose meshes for runs with modules ({names}): search the language model alone, "
             "and place the encoders by hand (docs/multimodal.md)"
         )
-    if run.trained != ("*",):
-        raise ConfigError("--search times runs that train everything: leave `trained` out")
+    if run.learned != EVERYTHING:
+        raise ConfigError("--search times runs that train everything: leave `trained` and train.lora out")
     if run.train.offload:
         raise ConfigError("--search compares runs that keep activations on the device: leave train.offload out")
     if not any(space.micro_batches(axes) and space.shapes(sizes) for sizes, axes in space.meshes()):
