@@ -8,11 +8,11 @@ import pytest
 
 from braid.cli import main
 from braid.config import Mesh
-from braid.planning.plan import check, plan
+from braid.planning.plan import plan
 from braid.prove.compare import FP64_BOUND
 from braid.prove.sabotage import SABOTAGES
 from braid.prove.shrink import shrink
-from braid.recipes import bundled
+from scripts.prove_recipes import cases
 from tests.prove.test_shrink import on
 
 SMALL = ("--train.batch-samples", "16", "--train.micro-batches", "4")
@@ -72,27 +72,10 @@ def test_impossible_numbers_of_ranks_are_refused(words, capsys):
     assert words[0].removeprefix("--") in capsys.readouterr().err
 
 
-MESHES = ((4, Mesh(tp=2)), (4, Mesh(pp=2)), (64, Mesh(tp=2, cp=2)))
-
-
-def cases() -> list[tuple[str, int, Mesh]]:
-    return [(name, world, mesh) for name in bundled() for world, mesh in MESHES]
-
-
-def legal(case: tuple[str, int, Mesh]) -> bool:
-    """Some have heads that four ranks cannot share."""
-    name, world, mesh = case
-    return check(on(name, mesh, micro_batches=4, samples=256), world) == []
-
-
-@pytest.mark.drawn("case", cases, 1, legal=legal)
+@pytest.mark.drawn("case", cases, 1, legal=lambda case: case.legal)
 @pytest.mark.long
 def test_recipes_hold_on_meshes(case, capsys):
-    name, world, mesh = case
-    axes = {"--mesh.tp": mesh.tp, "--mesh.cp": mesh.cp, "--mesh.pp": mesh.pp, "--world": world}
-    words = [word for option, size in axes.items() for word in (option, str(size))]
-    samples = ("--train.batch-samples", "256", "--train.micro-batches", "4")
-    code = main(["prove", name, *words, *samples, "--json"])
+    code = main(["prove", *case.words, "--json"])
     told = json.loads(capsys.readouterr().out)
     assert (code, told["holds"]) == (0, True)
     assert told["worst"] <= FP64_BOUND

@@ -37,4 +37,20 @@ FAULTS: tuple[Fault, ...] = (
         kind="dropped term",
         why="the sum over ranks that share key-value heads is in no proof",
     ),
+    Fault(
+        name="groups-of-blocks-are-kept-once",
+        file="prove/shorten.py",
+        old="enough = max(2, -(-fewest // length))",
+        new="enough = max(1, -(-fewest // length))",
+        kind="off by one",
+        why="what follows the last block of a group is in no proof",
+    ),
+    Fault(
+        name="layers-with-and-without-windows-count-as-equal",
+        file="prove/shorten.py",
+        old="return str(block), tuple(e.nth % windows for e in block.layers if e.kind is Kind.ATTENTION)",
+        new="return str(block)",
+        kind="ignored mask",
+        why="a pattern of windows is cut off where it does not begin again",
+    ),
 )

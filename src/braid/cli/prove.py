@@ -18,6 +18,7 @@ from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source
 from braid.console import table
 from braid.errors import ConfigError, ExitCode
+from braid.pattern import compact, parse
 from braid.planning.divisibility import describe_mesh
 from braid.planning.plan import plan
 from braid.prove.shrink import MOST_RANKS, Shrunk, shrink
@@ -40,6 +41,8 @@ class ProveOptions:
     """Number of ranks of the run; its proof starts as many, but at most --ranks."""
     ranks: int = MOST_RANKS
     """Most ranks to start; where axes do not fit on them together, several runs have some of them each."""
+    all_layers: bool = False
+    """Keep all layers. Else equal ones in a row are shortened, such as [*E]x46 to [*E]x3."""
     sabotage: Annotated[SabotageName | None, optional("NAME", "none")] = None
     """Leave a sum out on purpose, to see that the comparison notices: gradients (over ranks that share
     weights), loss (token counts over dp), or what tp, cp, ep or pp exchange."""
@@ -58,7 +61,7 @@ def prove(args: list[str]) -> int:
     ]
     if problems:
         raise ConfigError(problems)
-    return _report(opts, shrink(opts.run, opts.world, opts.ranks))
+    return _report(opts, shrink(opts.run, opts.world, opts.ranks, all_layers=opts.all_layers))
 
 
 def _report(opts: ProveOptions, small: list[Shrunk]) -> int:
@@ -119,8 +122,8 @@ def _print(comparison: Comparison, opts: ProveOptions, which: str) -> None:
     small = comparison.small
     axes = plan(small.run, small.world).axes
     print(f"\n{which}{small.world} of {opts.world:,} ranks, {describe_mesh(small.run.mesh, axes)}\n\nshrunk")
-    changes = small.changes.items()
-    print(table([(f"  {name}", f"{_short(before)} -> {_short(after)}") for name, (before, after) in changes]))
+    changes = [(name, *(_short(name, value) for value in values)) for name, values in small.changes.items()]
+    print(table([(f"  {name}", f"{before} -> {after}") for name, before, after in changes]))
     print()
     columns = ("", "one process", "these ranks", "apart", "worst in")
     print_table(columns, list(_rows(comparison)), rich.console.Console(width=WIDTH))
@@ -148,15 +151,16 @@ def _rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
         yield name, count, "", f"{deviation.value:.1e}", deviation.where + mark
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+def _short(field: str, value: Any) -> str:
+    text = compact(parse(value)) if field.endswith("model.pattern") else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _json(comparison: Comparison) -> dict[str, Any]:
     small = comparison.small
     return {
         "world": small.world,
+        "pattern": small.run.model.pattern,
         "mesh": {name: getattr(small.run.mesh, name) for name in ("tp", "cp", "pp", "ep", "etp")},
         "holds": comparison.holds,
         "worst": comparison.worst,

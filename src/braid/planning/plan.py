@@ -101,7 +101,7 @@ def draft(run: Run, world: int) -> Plan:
     problems = check(run, world)
     if problems:
         raise ConfigError(problems)
-    axes, layout = divisibility.axis_sizes(run.mesh, world), _layout(run)
+    axes, layout = divisibility.axis_sizes(run.mesh, world), layout_of(run)
     ranks = len(divisibility.ranks_of(run.mesh, world))
     selection = trained.select(lambda: _whole_model(run, layout, run.train.dtype), run.learned, run.lr_share)
     grid, encoders = modules.grid_of(run.mesh, world), modules.plan_modules(run, world, len(layout.segments))
@@ -159,7 +159,7 @@ def evaluation_schedule(plan: Plan, micro_batches: int) -> Schedule:
     return schedule
 
 
-def _layout(run: Run) -> Layout:
+def layout_of(run: Run) -> Layout:
     """The layers of a run, split into segments."""
     return layouts.layout_of(
         run.model.pattern,
@@ -504,7 +504,7 @@ def _trained(run: Run) -> Iterator[Problem]:
     """What is wrong with freezing and learning rates."""
     if run.learned == trained.EVERYTHING and not run.lr_share and not run.modules:
         return  # the case of most runs, and models take time to build
-    model = _whole_model(run, _layout(run), run.train.dtype)
+    model = _whole_model(run, layout_of(run), run.train.dtype)
     yield from trained.adapter_problems(model, run.train.lora)
     yield from trained.problems(model, run.learned, run.lr_share, modules=modules.prefixes(run))
     yield from modules.trained_problems(run)
@@ -516,7 +516,7 @@ def _ahead(run: Run, world: int) -> Iterator[Problem]:
     """Modules that may not be as far ahead as the language model needs them to be."""
     ahead = {name: module.ahead for name, module in run.modules.items() if module.ahead}
     if ahead:
-        layout, grid = _layout(run), modules.grid_of(run.mesh, world)
+        layout, grid = layout_of(run), modules.grid_of(run.mesh, world)
         language = _language_schedule(run, grid.size, layout)
         encoders = modules.plan_modules(run, world, len(layout.segments))
         segments, edges = _graph(language, run, world, grid, layout, encoders, frozenset())

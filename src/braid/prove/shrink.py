@@ -1,12 +1,12 @@
-"""The smallest run that is still the same run: patterns, kinds of layers, axes and options stay, sizes go.
+"""The smallest run that is still the same: kinds of layers and their order, axes and options stay, sizes go.
 
     for small in shrink(run, world=2048):
         small.run, small.world, small.changes
 
-What a size means is kept: query heads still share key-value heads, key-value heads are still shared by tensor
-ranks, experts are still more than a token chooses, and a window is still shorter than a sequence. An axis of
-the mesh becomes 2. Where all axes do not fit on the ranks there are, several runs have some of them each, so
-that every two axes are in one run together.
+Of equal layers in a row, a few are left (`prove.shorten`). What a size means is kept: query heads still share
+key-value heads, key-value heads are still shared by tensor ranks, experts are still more than a token chooses,
+and a window is still shorter than a sequence. An axis of the mesh becomes 2. Where all axes do not fit on the
+ranks there are, several runs have some of them each, so that every two axes are in one run together.
 
 Does not import torch.
 """
@@ -25,6 +25,7 @@ from braid.encoders import Encoder
 from braid.errors import ConfigError
 from braid.planning import divisibility
 from braid.planning.plan import check
+from braid.prove.shorten import shorten
 
 MOST_RANKS = 8
 VOCAB = 259
@@ -78,21 +79,21 @@ class _Ranks:
         return self.stage * self.pp
 
 
-def shrink(run: Run, world: int, most_ranks: int = MOST_RANKS) -> list[Shrunk]:
-    """The small runs that together have what this run has on so many ranks. Raises a `ConfigError` if the run
-    itself is refused, or if no small one is accepted."""
+def shrink(run: Run, world: int, most_ranks: int = MOST_RANKS, *, all_layers: bool = False) -> list[Shrunk]:
+    """The small runs that together have what this run has on so many ranks, with all its layers if wanted.
+    Raises a `ConfigError` if the run itself is refused, or if no small one is accepted."""
     if problems := check(run, world):
         raise ConfigError(problems)
     before = _ranks(run.mesh, world)
     if world <= most_ranks:
-        return [_fitting(run, before, [(run.mesh, before)], world)]
+        return [_fitting(run, before, [(run.mesh, before)], all_layers, world)]
     if any(module.mesh != Mesh() for module in run.modules.values()) or run.mesh.ranks is not None:
         raise ConfigError(
             f"modules on ranks of their own are proven where they are, on at most {most_ranks} ranks, "
             f"and --world is {world}: give the smallest --world and meshes that place them the same way"
         )
     return [
-        _fitting(run, before, list(_meshes(run.mesh, before, axes, most_ranks)))
+        _fitting(run, before, list(_meshes(run.mesh, before, axes, most_ranks)), all_layers)
         for axes in _axes(before, most_ranks)
     ]
 
@@ -146,7 +147,13 @@ def _meshes(
 # ------------------------------------------------------------------------------------------- whole runs
 
 
-def _fitting(run: Run, before: _Ranks, meshes: Iterable[tuple[Mesh, _Ranks]], job: int | None = None) -> Shrunk:
+def _fitting(
+    run: Run,
+    before: _Ranks,
+    meshes: Iterable[tuple[Mesh, _Ranks]],
+    all_layers: bool,
+    job: int | None = None,
+) -> Shrunk:
     """The first small run that is accepted, on a job of so many ranks, or of as many as its mesh has."""
     refused: list[Any] = []
     for mesh, ranks in meshes:
@@ -155,6 +162,8 @@ def _fitting(run: Run, before: _Ranks, meshes: Iterable[tuple[Mesh, _Ranks]], jo
             small = _small(run, mesh, before, ranks, micro_batches, world)
             problems = check(small, world)
             if not problems:
+                if not all_layers and not check(short := shorten(small), world):
+                    small = short
                 return Shrunk(run=small, world=world, changes=difference(run, small))
             refused = refused or problems
     raise ConfigError(
