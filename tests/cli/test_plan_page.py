@@ -97,7 +97,7 @@ def test_without_a_cluster_lengths_are_relative_and_that_is_said(
 ) -> None:
     page = tmp_path / "plan.html"
     assert main(["plan", "tiny", "--html", str(page)]) == 0
-    assert "lengths are relative; give --cluster" in capsys.readouterr().err
+    assert "lengths are relative; `braid plan --cluster NAME`" in capsys.readouterr().err
     text = page.read_text()
     assert "lengths are relative" in text
     assert data_of(text)["real"] is False

@@ -107,6 +107,14 @@ def test_the_plan_is_that_of_the_launch(tmp_path: Path) -> None:
     assert any(name.startswith("Memory of one rank") for name in tables_of(text))
     two = page_of(tmp_path, tmp_path / "one", written(tmp_path / "two", 5, lr=1.0))
     assert 'id="timeline-1-data"' not in two, "runs with one plan share it"
+    run = small_run()
+    muon = this_launch(
+        replace(run, optim=replace(run.optim, name="muon")), step=0, world=2, device="", command=""
+    )
+    (written(tmp_path / "muon", 5) / "launches.jsonl").write_text(json.dumps(asdict(muon)) + "\n")
+    text = page_of(tmp_path, tmp_path / "one", tmp_path / "two", tmp_path / "muon")
+    assert "Plan of A and B<" in text
+    assert "Plan of C<" in text, "Muon has one moment of a matrix, so its memory differs"
 
 
 def test_lines_that_are_damaged_are_skipped_named_and_counted(
@@ -123,6 +131,11 @@ def test_lines_that_are_damaged_are_skipped_named_and_counted(
     assert "4 lines that could not be read" in text
     assert "line 4: no step, but" in text
     assert "metrics.jsonl, line 2: is not JSON" in capsys.readouterr().err
+    (folder / "metrics.jsonl").write_text("\n".join(["{", *lines[2:3]] * 400))
+    page_of(tmp_path, folder)
+    told = capsys.readouterr().err
+    assert "skipped 395 more of" in told
+    assert len(told.splitlines()) < 10, "a file of something else does not flood the terminal"
     steps, _ = series(data_of(text)["runs"][0]["series"]["loss"])
     assert steps == [1, 3, 5, 6]
 
@@ -177,6 +190,19 @@ def test_folders_without_a_run_are_all_named(tmp_path: Path, capsys: pytest.Capt
     assert main(["report", "--out", str(out)]) == 2
     assert main(["report", *[str(folder)] * 1, *(f"r{n}" for n in range(9))]) == 2
     assert "too many" in capsys.readouterr().err
+
+
+def test_a_page_replaces_pages_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(tmp_path / "run", 3)
+    page_of(tmp_path, folder)
+    page_of(tmp_path, folder)
+    metrics = folder / "metrics.jsonl"
+    before = metrics.read_text()
+    assert main(["report", str(folder), "--out", str(metrics)]) == 2
+    assert f"--out {metrics} is no page" in capsys.readouterr().err
+    assert metrics.read_text() == before
+    assert main(["report", "--out", str(tmp_path / "report.html"), str(folder)]) == 2
+    assert "needs folders of runs before its options" in capsys.readouterr().err
 
 
 def test_a_run_without_steps_or_settings_has_a_page(tmp_path: Path) -> None:

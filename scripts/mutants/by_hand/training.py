@@ -362,6 +362,22 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # what people look at
     Fault(
+        name="a-page-replaces-the-metrics",
+        file="cli/report.py",
+        old="if opts.out.is_file() and not _is_page(opts.out):",
+        new="if opts.out.is_file() and not opts.out.stat().st_size:",
+        kind="lost data",
+        why="a mistyped --out of a report overwrites metrics.jsonl",
+    ),
+    Fault(
+        name="completion-forgets-the-values-of-lists",
+        file="cli/completion.py",
+        old="several = typing.get_origin(inner) in (tuple, Mapping)",
+        new="several = typing.get_origin(inner) is Mapping",
+        kind="dropped term",
+        why="the shell offers no regions behind --train.recompute",
+    ),
+    Fault(
         name="buckets-keep-the-first-instead-of-the-greatest",
         file="cli/packed_curves.py",
         old="starts + buckets.argmax(1)",

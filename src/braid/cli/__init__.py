@@ -52,6 +52,12 @@ def _calibrate(args: list[str]) -> int:
     return calibrate(args)
 
 
+def _completion(args: list[str]) -> int:
+    from braid.cli.completion import completion  # imports every command
+
+    return completion(args)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     args = list(sys.argv[1:] if arguments is None else arguments)
@@ -135,5 +141,6 @@ COMMANDS = (
     Command("calibrate", "", "measure this GPU, for step times of plans", _calibrate),
     Command("grid", "[RECIPE]", "print the process groups of a parallel layout, or what ranks hold", show_grid),
     Command("pattern", "'PATTERN'", "parse a layer pattern and show its layers and pipeline stages", explain),
+    Command("completion", "bash|zsh|fish", "print a script that completes commands and options", _completion),
 )
 """All subcommands, in the order of the help text."""

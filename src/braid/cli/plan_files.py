@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from braid.timing.predict import Prediction
 
 _MILLISECOND = 1e-3
-RELATIVE = "lengths are relative; give --cluster for predicted seconds"
+RELATIVE = "lengths are relative; `braid plan --cluster NAME` predicts seconds"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,13 @@ from pathlib import Path
 
 from braid.cli.args import parse_options, wants_help
 from braid.cli.plan_files import write
+from braid.cli.plan_tables import size_text
 from braid.errors import ConfigError, ExitCode
 
 MOST_RUNS = 8
 """More cannot be told apart on one chart."""
+MOST_LINES = 5
+"""Damaged lines of a run that are printed; a file that is no metrics at all has thousands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +29,11 @@ def report(args: list[str]) -> int:
     """Write the page."""
     count = next((place for place, arg in enumerate(args) if arg.startswith("--")), len(args))
     folders, rest = [Path(arg) for arg in args[:count]], args[count:]
-    if wants_help(args) or rest:
-        opts = parse_options(ReportOptions, rest, "braid report RUN [RUN ...]")
-    else:
-        opts = ReportOptions()
-    if not folders:
+    if not folders and not wants_help(args):
         raise ConfigError(
             "`braid report` needs folders of runs before its options: braid report runs/tiny --out tiny.html"
         )
+    opts = parse_options(ReportOptions, rest, "braid report RUN [RUN ...]")
     if len(folders) > MOST_RUNS:
         raise ConfigError(f"{len(folders)} runs are too many for one page: give at most {MOST_RUNS}")
     from braid.cli.report_html import report_page
@@ -45,13 +45,23 @@ def report(args: list[str]) -> int:
             records.append(read_run(folder))
         except ConfigError as error:
             wrong.append(str(error))
+    if opts.out.is_file() and not _is_page(opts.out):
+        wrong.append(f"--out {opts.out} is no page, and would be lost: choose another file")
     if wrong:
         raise ConfigError("\n".join(wrong))
     for record in records:
-        for line in record.damage:
+        for line in record.damage[:MOST_LINES]:
             print(f"braid: skipped {line}", file=sys.stderr)
+        if (more := len(record.damage) - MOST_LINES) > 0:
+            print(f"braid: skipped {more:,} more of {record.folder}", file=sys.stderr)
     text = report_page(records)
     write("out", opts.out, text)
     steps = ", ".join(f"{record.name}: {len(record.curves.steps):,} steps" for record in records)
-    print(f"{opts.out}: {steps}; {len(text.encode()) / 1e6:.1f} MB, open it in a browser")
+    print(f"{opts.out}: {steps}; {size_text(len(text.encode()))}, open it in a browser")
     return ExitCode.OK
+
+
+def _is_page(file: Path) -> bool:
+    """Whether a file may be replaced by a page: not the metrics of a run, or somebody's notes."""
+    with file.open("rb") as opened:
+        return opened.read(64).lower().lstrip()[:9] in (b"<!doctype", b"")

@@ -77,7 +77,7 @@ def report_page(records: Sequence[RunRecord]) -> str:
     """The text of the page."""
     named = list(zip(ascii_uppercase, records, strict=False))
     several = len(records) > 1
-    heading = " and ".join(record.name for record in records) if len(records) < 3 else f"{len(records)} runs"
+    heading = _listed([record.name for record in records]) if len(records) < 3 else f"{len(records)} runs"
     body = [
         *_overview(named),
         *(_differences(named) if several else ()),
@@ -312,7 +312,7 @@ def _plans(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
         groups.setdefault(key, []).append(letter)
         facts[key] = record.run, record.world or 1
     for number, (key, letters) in enumerate(groups.items()):
-        of = f" of {' and '.join(letters)}" if len(named) > 1 else ""
+        of = f" of {_listed(letters)}" if len(named) > 1 else ""
         yield title(f"Plan{of}")
         run, world = facts[key]
         try:
@@ -324,12 +324,20 @@ def _plans(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
         yield note(f"the number of ranks of {', '.join(unknown)} is not recorded: its plan is drawn for one")
 
 
+def _listed(names: Sequence[str]) -> str:
+    """`A`, `A and B`, `A, B and C`."""
+    *before, last = names
+    return f"{', '.join(before)} and {last}" if before else last
+
+
 def _plan_key(run: Run, world: int) -> tuple[Any, ...]:
-    train = run.train
+    """What memory and timeline depend on."""
+    train, optim = run.train, run.optim
     return (
         *(world, run.model, run.mesh, repr(run.modules), run.trained, run.data.sequence_tokens),
-        *(train.batch_samples, train.micro_batches, train.dtype),
-        *(train.recompute, train.offload, train.precision),
+        *(train.batch_samples, train.micro_batches, train.dtype, train.precision, train.kernels),
+        *(train.recompute, train.recompute_span, train.offload, train.offload_regions),
+        *(train.graphs, train.lora, optim.name, optim.muon),
     )
 
 
