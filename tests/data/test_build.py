@@ -130,10 +130,11 @@ def test_a_folder_of_rows_and_text(tmp_path: Path) -> None:
     [
         ("{'text': 1}", "not a JSON object"),
         ('{"text": "\udcff"}', "not a JSON object in UTF-8"),
-        ('{"text": 1}', "has the fields 'text'"),
+        ('{"text": 1}', "has 'text' as a number"),
+        ('{"text": "t", "text": "t"}', "has the field 'text' twice in an object"),
         ('{"prompt": "p"}', "has the fields 'prompt'"),
         ('{"text": "t", "prompt": "p", "response": "r"}', "has the fields 'text', 'prompt', 'response'"),
-        ('["text"]', "has list"),
+        ('["text"]', "is a list; a row is"),
         ('{"text": "\\ud800"}', "surrogate"),
     ],
 )
@@ -196,8 +197,11 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
         build(file, out, tokenizer, validation=1.5)
     with pytest.raises(DataError, match="leaves one split empty"):
         build(file, out, tokenizer, validation=0.5)
-    with pytest.raises(DataError, match="no document in 1 files, of which 1 are not UTF-8"):
+    with pytest.raises(DataError, match="binary has no document: 1 not text in UTF-8"):
         build(binary, out, tokenizer)
+    (tmp_path / "r.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"r\.jsonl has no document: nothing to read"):
+        build(tmp_path / "r.jsonl", out, tokenizer)
     with pytest.raises(DataError, match="field = 'body': none of the 1 files has rows"):
         build(binary, out, tokenizer, field="body")
     with pytest.raises(DataError, match=r"failed and left nothing behind.*gone\.txt"):

@@ -272,7 +272,7 @@ def test_a_file_of_too_many_bytes_is_not_read(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"content": "text"}, "has the fields 'content'"),
+        ({"content": "text"}, "has 'content' as text"),
         ({"content": [], "text": "t"}, "has the fields 'content', 'text'"),
         ({"content": ["text"]}, r'content\[0\]: is "text"; a part is'),
         ({"content": [{"text": "a"}, {"image": 3}]}, r"content\[1\]: is"),

@@ -266,6 +266,22 @@ FAULTS: tuple[Fault, ...] = (
         why="the loss counts what the template writes before an answer",
     ),
     Fault(
+        name="marks-keep-white-space",
+        file="data/chat.py",
+        old="if found.text != text:",
+        new="if not found.text:",
+        kind="ignored mask",
+        why="a filter around tags of generation changes text and mask of every conversation",
+    ),
+    Fault(
+        name="one-template-for-all",
+        file="data/chat.py",
+        old="return self.source if self.tool_use is None or conversation.tools is None else self.tool_use",
+        new="return self.source",
+        kind="ignored mask",
+        why="conversations with tools are written by a template that does not know of them",
+    ),
+    Fault(
         name="documents-of-workers-out-of-turn",
         file="data/documents.py",
         old="yield from _finished(*busy.popleft())\n            worker.send(chunk)",

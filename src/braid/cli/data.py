@@ -107,7 +107,7 @@ def _build(args: list[str]) -> int:
     if held := in_words({"image": built.images, "video": built.videos}):
         print(f"with {held}")
     if built.skipped:
-        print(f"skipped files that are not UTF-8: {built.skipped:,}")
+        print(f"skipped files that are not text (not UTF-8, or with zero bytes): {built.skipped:,}")
     if built.refused:
         print(f"skipped conversations: {len(built.refused):,}")
         for text in built.refused[:MOST_NAMED]:

@@ -47,7 +47,7 @@ class BuildResult:
     bytes: int
     """Bytes of text read, as they were before compression."""
     skipped: int
-    """Files skipped because they are not UTF-8 text."""
+    """Files skipped because they are not UTF-8 text, or have zero bytes."""
     refused: tuple[str, ...] = ()
     """Conversations that are skipped: file and line, and what is wrong with each."""
     validation_documents: int
@@ -201,10 +201,9 @@ def _check_filled(
         listed = "\n  ".join(first_of(refused))
         raise DataError(f"no conversation in {len(files)} files can be used\n  {listed}")
     if documents == 0:
-        raise DataError(
-            f"no document in {len(files)} files, of which {len(skipped)} are not UTF-8 text: "
-            "give text or .jsonl files"
-        )
+        given = f"{files[0]} has" if len(files) == 1 else f"{len(files)} files have"
+        why = f": {len(skipped)} not text in UTF-8, or with zero bytes" if skipped else ": nothing to read"
+        raise DataError(f"{given} no document{why}. Give text, .jsonl or .parquet files")
     if not all(writer.documents for writer in writers):
         raise DataError(
             f"validation = {validation} of {documents} documents leaves one split empty: "

@@ -20,11 +20,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from braid.data.rows import has_instead, kind_of_json
 from braid.data.tokenizer import CONFIG, Ids, Tokenizer
 from braid.errors import DataError, how_to_install
 
 ASSISTANT = "assistant"
 TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder of templates other than the default one."""
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of templates: that of conversations, and that of those with tools."""
 CHATML = "chatml"
 """The name of the template below."""
 CHATML_SOURCE = (
@@ -72,21 +77,33 @@ class ChatTemplate:
     """A chat template with the special tokens that it may name."""
 
     source: str
+    tool_use: str | None = None
+    """The template of conversations with tools, if it is another."""
     tokens: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Such as `eos_token`."""
     origin: str
     """Where it comes from, for error messages."""
 
     @cached_property
-    def _compiled(self) -> Any:
-        return _compile(self.source, self.origin)
+    def _compiled(self) -> dict[str, Any]:
+        """The compiled templates, by their source."""
+        sources = (self.source, self.tool_use)
+        return {source: _compile(source, self.origin) for source in sources if source is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"source": self.source, "tokens": dict(self.tokens), "origin": self.origin}
+        return {
+            "source": self.source,
+            "tool_use": self.tool_use,
+            "tokens": dict(self.tokens),
+            "origin": self.origin,
+        }
 
     def check(self) -> None:
         """Raise unless the template is valid."""
         _ = self._compiled
+
+    def _source(self, conversation: Conversation) -> str:
+        return self.source if self.tool_use is None or conversation.tools is None else self.tool_use
 
     def render(
         self, conversation: Conversation, *, prompt: bool = False, marks: tuple[str, str] = ("", "")
@@ -105,7 +122,7 @@ class ChatTemplate:
             CLOSE: marks[1],
         }
         try:
-            return str(self._compiled.render(values))
+            return str(self._compiled[self._source(conversation)].render(values))
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template refuses it: {error}") from None
         except Exception as error:  # templates compute with what rows have: a missing field, None + text ...
@@ -114,10 +131,18 @@ class ChatTemplate:
 
     def rendered(self, conversation: Conversation) -> Rendered:
         """The text of a conversation, with the spans that the assistant says."""
-        if "endgeneration" in self.source:
-            marks = _unused_marks(conversation)
-            return _unmarked(self.render(conversation, marks=marks), marks)
-        return Rendered(text=self.render(conversation), spans=tuple(self._differences(conversation)))
+        text = self.render(conversation)
+        if "endgeneration" not in self._source(conversation):
+            return Rendered(text=text, spans=tuple(self._differences(conversation)))
+        marks = _unused_marks(conversation)
+        found = _unmarked(self.render(conversation, marks=marks), marks)
+        if found.text != text:
+            raise DataError(
+                f"the template of {self.origin} changes what stands between {{% generation %}} and "
+                "{% endgeneration %} after these tags, as a filter of a macro or of a `set` block does: put "
+                "the filter between the tags"
+            )
+        return found
 
     def _differences(self, conversation: Conversation) -> Iterator[tuple[int, int]]:
         """What each of the assistant's messages adds to the text."""
@@ -128,21 +153,32 @@ class ChatTemplate:
             before = Conversation(messages=messages[:place], tools=conversation.tools)
             upto = Conversation(messages=messages[: place + 1], tools=conversation.tools)
             stop = self.render(upto)
-            start = self.render(before, prompt=True) if place else self._opening(stop)
-            if not (stop.startswith(start) and whole.startswith(stop)):
-                raise DataError(
-                    f"messages[{place}]: the template of {self.origin} changes what stands before a message, "
-                    "so that what the message adds is not clear: put {% generation %} and {% endgeneration %} "
-                    "around the assistant's part of the template"
-                )
-            yield len(start), len(stop)
+            start = self.render(before, prompt=True) if place else self._opening(stop, conversation.tools)
+            if not whole.startswith(stop):
+                what = "writes a message otherwise when others follow"
+            elif start is None or not stop.startswith(start):
+                what = "begins a message of the assistant otherwise than it prompts for one"
+            else:
+                yield len(start), len(stop)
+                continue
+            raise DataError(
+                f"messages[{place}]: the template of {self.origin} {what}, so that what the message adds is "
+                "not clear: put {% generation %} and {% endgeneration %} around the assistant's part of the "
+                "template"
+            )
 
-    def _opening(self, text: str) -> str:
-        """The text up to the first message, if the assistant begins: few templates can render no messages."""
-        asked = Conversation(messages=({"role": "user", "content": "a question"},))
+    def _opening(self, text: str, tools: tuple[Any, ...] | None) -> str | None:
+        """The text up to the first message, if the assistant begins, or None if that is not clear: few
+        templates can render no messages."""
+        asked = Conversation(messages=({"role": "user", "content": "a question"},), tools=tools)
         prompt = self.render(asked, prompt=True).removeprefix(self.render(asked))
-        before, found, _ = text.partition(prompt)
-        return before + found
+        if prompt:
+            before, found, _ = text.partition(prompt)
+            return before + found if found else None
+        try:
+            return self.render(Conversation(messages=(), tools=tools))
+        except DataError:
+            return None
 
     def stop_text(self) -> str:
         """What the template writes behind an answer, without white space at its ends; may be empty."""
@@ -249,13 +285,13 @@ def tokens_of(rendered: Rendered, tokenizer: Tokenizer) -> tuple[Ids, npt.NDArra
 # ------------------------------------------------------------------------------------------- reading rows
 
 
-def conversation_of(given: Any, name: str = "messages") -> Conversation:
-    """The conversation of a row. What is wrong with it is a `DataError` that does not say where it is."""
+def conversation_of(given: Any, name: str = "messages", *, sparse: bool = False) -> Conversation:
+    """The conversation of a row. What is wrong with it is a `DataError` that does not say where it is. Rows of
+    Parquet are `sparse`: every object has the fields of all others, as None where it had none."""
     if not isinstance(given, Mapping) or not isinstance(given.get(name), list):
-        held = (
-            f"the fields {', '.join(map(repr, given))}" if isinstance(given, Mapping) else type(given).__name__
+        raise DataError(
+            f'{has_instead(given, name)}; a conversation is {{"{name}": [{{"role": "user", "content": …}}, …]}}'
         )
-        raise DataError(f'has {held}; a conversation is {{"{name}": [{{"role": "user", "content": …}}, …]}}')
     messages = given[name]
     if not messages:
         raise DataError(f"has no {name}")
@@ -265,18 +301,27 @@ def conversation_of(given: Any, name: str = "messages") -> Conversation:
                 f'{name}[{place}]: is {json.dumps(message, default=str)[:100]}; a message has a "role"'
             )
         if not isinstance(message.get("content"), str | list | None):
-            raise DataError(f"{name}[{place}]: its content is {type(message['content']).__name__}, not text")
+            raise DataError(f"{name}[{place}]: its content is {kind_of_json(message['content'])}, not text")
     tools = given.get("tools")
     if not isinstance(tools, list | None):
-        raise DataError(f"its tools are {type(tools).__name__}, not a list")
-    return Conversation(
-        messages=tuple(_clean(message) for message in messages), tools=tuple(tools) if tools else None
-    )
+        raise DataError(f"its tools are {kind_of_json(tools)}, not a list")
+    messages = [_clean(message) for message in messages]
+    if sparse:
+        messages = [{key: _held(each) for key, each in message.items()} for message in messages]
+        tools = _held(tools)
+    return Conversation(messages=tuple(messages), tools=tuple(tools) if tools else None)
 
 
 def _clean(message: Message) -> Message:
-    """A message without the fields that it does not have: rows of Parquet have those of all others, as None."""
+    """A message without the fields that are null: templates ask whether a field is defined."""
     return {key: value for key, value in message.items() if key == "content" or value is not None}
+
+
+def _held(value: Any) -> Any:
+    """A value of a sparse row without the fields that its objects do not have, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _held(each) for key, each in value.items() if each is not None}
+    return [_held(each) for each in value] if isinstance(value, list) else value
 
 
 # --------------------------------------------------------------------------------------------------- files
@@ -305,21 +350,31 @@ def stored_template(folder: Path) -> ChatTemplate | None:
     is none."""
     file, tokens = folder / TEMPLATE, _special_tokens(folder)
     if file.is_file():
-        return ChatTemplate(source=_read(file), tokens=tokens, origin=str(file))
-    source = _config(folder).get("chat_template")
+        more = folder / MORE_TEMPLATES / f"{TOOL_USE}.jinja"
+        tool_use = _read(more) if more.is_file() else None
+        return ChatTemplate(source=_read(file), tool_use=tool_use, tokens=tokens, origin=str(file))
+    source, tool_use = _config(folder).get("chat_template"), None
     if isinstance(source, list):  # several, by name
         named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
-        source = named.get("default")
-    return (
-        ChatTemplate(source=source, tokens=tokens, origin=str(folder / CONFIG))
-        if isinstance(source, str)
-        else None
+        source, tool_use = named.get(DEFAULT), named.get(TOOL_USE)
+    if not isinstance(source, str):
+        return None
+    return ChatTemplate(
+        source=source,
+        tool_use=tool_use if isinstance(tool_use, str) else None,
+        tokens=tokens,
+        origin=str(folder / CONFIG),
     )
 
 
 def files_of(template: ChatTemplate) -> dict[str, str]:
     """The files from which `stored_template` makes the same template."""
-    return {TEMPLATE: template.source, CONFIG: json.dumps(dict(template.tokens), indent=1)}
+    tokens = dict(template.tokens)
+    if template.tool_use is None:
+        return {TEMPLATE: template.source, CONFIG: json.dumps(tokens, indent=1)}
+    named = {DEFAULT: template.source, TOOL_USE: template.tool_use}
+    templates = [{"name": name, "template": source} for name, source in named.items()]
+    return {CONFIG: json.dumps({**tokens, "chat_template": templates}, indent=1)}
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:

@@ -23,7 +23,7 @@ from braid.data.chat import ChatTemplate, conversation_of, tokens_of
 from braid.data.images import checked_size
 from braid.data.media import Medium, Picture
 from braid.data.records import Record
-from braid.data.rows import TEXT, MediaFiles, Row, Skipped, row_of, size_of, values_of
+from braid.data.rows import TEXT, MediaFiles, Row, Skipped, row_of, size_of, valid_text, values_of
 from braid.data.shards import marker_of
 from braid.data.tokenizer import Ids, Tokenizer
 from braid.distributed.main_file import without_main
@@ -83,11 +83,13 @@ class Encoder:
         try:
             if record.line is None:
                 raise DataError("is no file of rows: conversations are lines of .jsonl or rows of .parquet")
-            rendered = chat.rendered(conversation_of(_plain(values_of(record)), self.field or MESSAGES))
-            rendered.text.encode()
+            sparse = not isinstance(record.content, bytes)
+            given = conversation_of(values_of(record), self.field or MESSAGES, sparse=sparse)
+            rendered = chat.rendered(given)
+            valid_text(rendered.text)
             ids, said = tokens_of(rendered, self.tokenizer)
             self._check_reserved(ids, record.origin)
-        except (DataError, UnicodeEncodeError) as error:
+        except DataError as error:
             why = str(error).removeprefix(f"{record.origin}: ")
             return Skipped(bytes=size_of(record), why=f"{record.origin}: {why}")
         if not said.any():
@@ -117,10 +119,6 @@ class Encoder:
                 f"{origin}: its text spells {found[0]}, which is reserved for images: these are parts "
                 'of a row, {"image": "file.png"}'
             )
-
-
-def _plain(given: object) -> object:
-    return dict(given) if isinstance(given, Mapping) else given
 
 
 def _medium(files: MediaFiles, position: int) -> Medium:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from braid.errors import DataError, how_to_install
 
-ROWS = (".jsonl", ".parquet")
+ROWS = (".jsonl", ".ndjson", ".parquet")
 """Kinds of files that have a document in each row."""
 Opener = Callable[[BinaryIO], Any]
 CHUNK_BYTES = 1 << 17
@@ -107,7 +107,7 @@ def kind_of(file: Path) -> str:
 def records_of(file: Path, columns: Sequence[str]) -> Iterator[Record]:
     """The records of a file, in order. Of a Parquet file, those of `columns` that it has are read."""
     match kind_of(file):
-        case ".jsonl":
+        case ".jsonl" | ".ndjson":
             yield from _lines(file)
         case ".parquet":
             yield from _parquet_rows(file, columns)

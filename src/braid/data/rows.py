@@ -102,7 +102,7 @@ def row_of(record: Record, field: str | None = None) -> Row | Skipped:
     name = TEXT if field is None else field
     text = given.get(name) if isinstance(given, Mapping) else None
     if not isinstance(text, str):
-        raise DataError(f"{record.origin}: has {_described(given)}, and no text in the field {name!r}")
+        raise DataError(f"{record.origin}: {has_instead(given, name)}, and no text in the field {name!r}")
     return Row(content=(_text(text, record.origin),), origin=record.origin, bytes=size)
 
 
@@ -118,9 +118,21 @@ def values_of(record: Record) -> Any:
     if not isinstance(record.content, bytes):
         return record.content
     try:
-        return json.loads(record.content)
+        return json.loads(record.content, object_pairs_hook=_object)
+    except DataError as error:  # a ValueError, which says enough
+        raise DataError(f"{record.origin}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{record.origin}: not a JSON object in UTF-8: {error}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Which of two values of a field is meant is not clear, and dropping one loses data."""
+    held = dict(pairs)
+    if len(held) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise DataError(f"has the field {twice!r} twice in an object: leave one of them")
+    return held
 
 
 def _whole(record: Record, size: int) -> Row | Skipped:
@@ -159,16 +171,41 @@ def _row(given: Any, folder: Path, origin: str, size: int) -> Row:
             content = parts_of(second, "response", folder, origin)
         case _:
             raise DataError(
-                f'{origin}: has {_described(given)}; a row is {{"text": …}}, {{"content": [parts]}} or '
-                '{"prompt": …, "response": …}, which are strings or lists of parts; --field names another field'
+                f'{origin}: {_instead_of_row(given, fields)}; a row is {{"text": …}}, {{"content": [parts]}} '
+                'or {"prompt": …, "response": …}, which are strings or lists of parts; --field names another '
+                "field"
             )
     return Row(prompt=prompt, content=content, origin=origin, bytes=size)
 
 
-def _described(given: Any) -> str:
-    if isinstance(given, Mapping):
-        return f"the fields {', '.join(map(repr, given))}" if given else "no fields"
-    return type(given).__name__
+def _instead_of_row(given: Any, fields: Sequence[str]) -> str:
+    alone = isinstance(given, dict) and fields in (["text"], ["content"], ["prompt", "response"])
+    return has_instead(given, *fields) if alone else has_instead(given)
+
+
+def has_instead(given: Any, *fields: str) -> str:
+    """What a row has, where it has none of these fields as they should be."""
+    if not isinstance(given, Mapping):
+        return f"is {kind_of_json(given)}"
+    if odd := [f"{name!r} as {kind_of_json(given[name])}" for name in fields if name in given]:
+        return f"has {' and '.join(odd)}"
+    return f"has the fields {', '.join(map(repr, given))}" if given else "has no fields"
+
+
+def kind_of_json(value: Any) -> str:
+    """What a value of JSON is, in words."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "text"
+        case list():
+            return "a list" if value else "an empty list"
+    return "an object"
 
 
 def parts_of(given: str | list[Any], field: str, folder: Path, origin: str) -> tuple[Part, ...]:
@@ -194,9 +231,17 @@ def _part(given: Any, folder: Path, origin: str) -> Part:
 
 def _text(text: str, origin: str) -> str:
     try:
+        return valid_text(text)
+    except DataError as error:
+        raise DataError(f"{origin}: {error}") from None
+
+
+def valid_text(text: str) -> str:
+    """A text that UTF-8 can write; any other is an error."""
+    try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{origin}: has an unpaired surrogate, which is not valid text: {error}") from None
+        raise DataError(f"has an unpaired surrogate, which is not valid text: {error}") from None
     return text
 
 
