@@ -25,7 +25,7 @@ from scripts.mutants.sites import candidates, read_sources
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = sorted(
     {package_of(path.relative_to(ROOT / SOURCES).as_posix()) for path in (ROOT / SOURCES).rglob("*.py")}
-    - {"__init__", "__main__"}
+    - {"__init__"}
 )
 
 CODE = b'''"""A module: 1 + 1."""

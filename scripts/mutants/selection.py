@@ -25,6 +25,7 @@ SHARED = ("tests/topology", "tests/engine")
 OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "__init__": ("tests/test_api.py",),
+        "__main__": ("tests/test_main.py", "tests/faults/test_stopping.py"),
         "architecture": ("tests/test_arch*.py", "tests/planning/test_plan.py"),
         "choices": (
             "tests/test_config.py",

@@ -6,6 +6,23 @@ from __future__ import annotations
 from scripts.mutants.mutant import Fault
 
 FAULTS: tuple[Fault, ...] = (
+    # __main__
+    Fault(
+        name="every-end-is-a-termination",
+        file="__main__.py",
+        old="if end.code != TERMINATED:",
+        new="if end.code is None:",
+        kind="comparison",
+        why="a wrong option ends with 143, as if somebody had stopped the command",
+    ),
+    Fault(
+        name="last-words-stay-in-the-buffer",
+        file="__main__.py",
+        old="sys.stdout.flush()",
+        new="pass",
+        kind="statement",
+        why="a command that is terminated shows nothing of what it did where its output goes into a file",
+    ),
     # errors
     Fault(
         name="an-hour-in-minutes",
