@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from braid.planning.plan import check, plan
 from braid.train import state as states
 from braid.train.export_settings import ExportSettings
 from braid.train.exporting import export_checkpoint
+from braid.train.exporting_adapter import export_adapter
 from braid.train.load_model import load_model
 from braid.train.step import train_step
 from tests.train.helpers import run_on, started
@@ -118,6 +120,28 @@ def test_generation_and_export_have_merged_experts(model_type, corpus, tmp_path)
             name = f"blocks.{block}.{name}"
             module.register_forward_hook(lambda _, x, y, name=name: y + added(stored, name, x[0]))
     close(logits_of(merged, tokens_BT), logits_of(adapted, tokens_BT))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_peft_loads_the_adapters(model_type, corpus, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="extra hf")
+    begun, saved, tokens_BT, logits_BTV = tuned(model_type, corpus, tmp_path)
+    for path, out in ((begun, "base-hub"), (saved, "hub")):
+        export_checkpoint(path, tmp_path / out, ExportSettings(model_type=model_type))
+    dense, mixed = (3, 1) if model_type == "qwen3_moe" else (0, 2)
+    assert export_adapter(saved, tmp_path / "adapter", model_type) == 2 + dense + 2 * mixed
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    gate_up = "model.layers.1.mlp.experts.gate_up_proj"
+    assert gate_up in config["target_parameters"]
+    assert (config["rank_pattern"][gate_up], config["alpha_pattern"][gate_up]) == (2 * 3, 2 * 5.0)
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    base, merged = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, **EXACT)
+        for name in ("base-hub", "hub")
+    )
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", autocast_adapter_dtype=False)
+    close(logits_of(theirs, tokens_BT), logits_of(merged, tokens_BT))
+    close(logits_of(theirs, tokens_BT), logits_BTV[..., :257], IN_FLOAT32)
 
 
 def test_a_run_goes_on_and_resumes(corpus, tmp_path):

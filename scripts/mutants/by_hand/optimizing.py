@@ -70,6 +70,22 @@ FAULTS: tuple[Fault, ...] = (
         why="an exported model is not the one that was trained",
     ),
     Fault(
+        name="joined-adapters-without-their-rank",
+        file="interchange/peft.py",
+        old="if adapter.joined > 1:",
+        new="if adapter.joined > 2:",
+        kind="missing scale",
+        why="peft refuses an exported adapter, whose gate and up have twice the rank that it says",
+    ),
+    Fault(
+        name="shared-experts-named-as-modules",
+        file="interchange/peft.py",
+        old="adapter.experts or (mixture and",
+        new="adapter.experts or (not mixture and",
+        kind="swapped",
+        why="peft gives routed experts new adapters, and shared experts none",
+    ),
+    Fault(
         name="scale-of-the-part",
         file="optim/muon.py",
         old="direction.to(gradient.dtype) * self.factor(canonical.shape)",
