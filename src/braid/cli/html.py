@@ -1,4 +1,4 @@
-"""Elements of the pages that braid writes: tables, headings, notes, data, and files of the page's folder."""
+"""What the pages that braid writes are made of: the page itself, tables, headings, notes and data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,30 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
+from string import Template
 from typing import Any
 
 
-def resource(name: str) -> str:
-    """A file that goes into pages as it is."""
+def html_page(
+    heading: str,
+    body: Iterable[str],
+    *,
+    styles: Sequence[str],
+    scripts: Sequence[str],
+    about: Sequence[str] = (),
+) -> str:
+    """A page that needs no other file. `styles` and `scripts` are names in the folder `page`, `about` is shown
+    under the heading."""
+    return Template(_resource("page.html")).substitute(
+        heading=escape(heading),
+        about="\n".join(f"<p>{escape(line)}</p>" for line in about),
+        style="".join(_resource(name) for name in styles),
+        body="\n".join(body),
+        script="".join(_resource(name) for name in scripts),
+    )
+
+
+def _resource(name: str) -> str:
     return (files("braid.cli") / "page" / name).read_text(encoding="utf-8")
 
 

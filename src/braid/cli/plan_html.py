@@ -9,10 +9,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from string import Template
 from typing import TYPE_CHECKING
 
-from braid.cli.html import note, resource, table, title
+from braid.cli.html import html_page, note, table, title
 from braid.cli.plan_files import PlanTimeline
 from braid.cli.plan_modules import station_table
 from braid.cli.plan_notes import estimate_gaps
@@ -78,13 +77,12 @@ def page(facts: PageFacts) -> str:
     """The text of the page."""
     held = memory(facts.estimate, facts.limit)
     parts = [_figures(facts), *_time(facts), *_meshes(facts.meshes), *held, *_timeline(facts)]
-    return Template(resource("plan.html")).substitute(
-        title=escape(f"{facts.name} on {_ranks(facts)}"),
-        heading=escape(f"{facts.name} on {_ranks(facts)}"),
-        style=resource("plan.css"),
-        lines="\n".join(f"<p>{escape(line)}</p>" for line in facts.header),
-        body="\n".join([*parts, *_traffic(facts)]),
-        script=resource("plan.js"),
+    return html_page(
+        f"{facts.name} on {_ranks(facts)}",
+        [*parts, *_traffic(facts)],
+        styles=["plan.css"],
+        scripts=["plan.js"],
+        about=facts.header,
     )
 
 

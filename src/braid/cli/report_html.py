@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from string import Template, ascii_uppercase
+from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from braid.cli.html import data, note, resource, table, title
+from braid.cli.html import data, html_page, note, table, title
 from braid.cli.packed_curves import packed_curves
 from braid.cli.plan_files import timeline_of
 from braid.cli.plan_html import memory
@@ -87,13 +87,7 @@ def report_page(records: Sequence[RunRecord]) -> str:
         *_repeats(named),
         *_damage(records),
     ]
-    return Template(resource("report.html")).substitute(
-        title=escape(heading),
-        heading=escape(heading),
-        style=resource("plan.css") + resource("report.css"),
-        body="\n".join(body),
-        script=resource("report.js") + resource("plan.js"),
-    )
+    return html_page(heading, body, styles=["plan.css", "report.css"], scripts=["report.js", "plan.js"])
 
 
 # ------------------------------------------------------------------------------------------------- parts
