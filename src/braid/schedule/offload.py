@@ -4,30 +4,40 @@
     B0.0:3.block RELOAD0.0:0.block#0 B0.0:2.block B0.0:1.block B0.0:0.block
 
 Of each segment, the first blocks are offloaded, which wait longest for their backward. Copies run beside
-computation, in the order of the list:
+computation, one after another each way (`host_link`):
 
 - `OFFLOAD` starts right behind the last forward phase of its block.
-- `FREE` waits for it. The forward of the blocks of a segment is shared equally among its copies: with n of N
-  blocks offloaded, the i-th is freed behind the forward of i · N / n blocks, and of the block after it. A link
-  that takes longer than that delays the forward, but never lets memory grow beyond the plan.
-- `RELOAD` has as much time as that: a backward takes as long as two forwards, so it stands N / 2n backwards
-  before it is needed, or before the next copy needs the link, and at least one. It comes no earlier than blocks
-  have left whose place it takes. Where all blocks are offloaded, none has, so two are on the device at once.
+- `FREE` stands where the copy has ended, but no later than the next turn or backward begins: there a link that
+  is too slow makes the list wait, so that memory does not grow beyond the plan.
+- `RELOAD` stands where the copy has to start so that it ends when the block is needed, but no earlier than
+  blocks have left whose place it takes. Where all blocks are offloaded, none has, so two are on the device.
+- Where at least four other turns begin between the forward and the backward of a turn, as in a pipeline, bounds
+  are wider: `FREE` by the second of these turns, `RELOAD` from the second to last on. This takes the memory of
+  two turns at most, which the estimate counts.
+
+How long ops and copies take is given (`Durations`). Without it, each block counts the same, a backward as long
+as two forwards, and the copies of a segment fill its forward.
 
 A micro-batch whose backward follows its forward at once keeps a block if no other one runs meanwhile.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
 from braid.schedule.faults import Fault, Rule
+from braid.schedule.host_link import Back, Out, placed_back, placed_out
 from braid.schedule.ops import Act, Op, Ops, Schedule, Turn
-from braid.schedule.phases import Phase, phase_name
+from braid.schedule.phases import Phase, Stream, phase_name
+
+_FORWARD, _BACKWARD = 60, 120
+"""Of a block without given durations; whole numbers for each of its phases, of which there are five at most."""
 
 
 def block_of(phase: Phase) -> str | None:
@@ -52,7 +62,17 @@ def chosen(phases: Sequence[Phase], share: float) -> tuple[str, ...]:
     return blocks[: int(share * len(blocks) + 0.5)]
 
 
-def with_offloads(schedule: Schedule, share: float) -> Schedule:
+@dataclass(frozen=True, kw_only=True)
+class Durations:
+    """How long a rank computes, and how long its copies take: whole numbers of any unit."""
+
+    op: Callable[[Op], int]
+    """Of an op that computes."""
+    copy: Callable[[Act, int, str], int]
+    """Of the `OFFLOAD` or `RELOAD` of a block of a segment."""
+
+
+def with_offloads(schedule: Schedule, share: float, durations: Durations | None = None) -> Schedule:
     """Insert `OFFLOAD`, `FREE` and `RELOAD` for this share of the blocks of each segment; all other ops keep
     their order. Replays are in the list already."""
     names = tuple(
@@ -62,17 +82,45 @@ def with_offloads(schedule: Schedule, share: float) -> Schedule:
     if not any(names):
         return schedule
     slots = [0] * len(names)
-    lists = tuple(_with_offloads(schedule, names, ops, slots) for ops in schedule.ops)
+    known = durations or equal_blocks(schedule, names)
+    lists = tuple(_with_offloads(schedule, names, ops, slots, known) for ops in schedule.ops)
     return replace(schedule, ops=lists, offloaded=names, slots=tuple(slots))
 
 
-def _with_offloads(schedule: Schedule, names: Sequence[Collection[str]], ops: Ops, slots: list[int]) -> Ops:
+def equal_blocks(schedule: Schedule, names: Sequence[Collection[str]]) -> Durations:
+    """Durations if nothing is known: blocks are equal, and the copies of a segment fill its forward."""
+    shares = {
+        (segment, phase): (_FORWARD // len(computing), _BACKWARD // len(computing))
+        for segment, phases in enumerate(schedule.phases)
+        for block in blocks_of(phases).values()
+        if (computing := computing_phases(phases, block))
+        for phase in computing
+    }
+    copies = [
+        _FORWARD * len(blocks_of(phases)) // max(len(own), 1)
+        for phases, own in zip(schedule.phases, names, strict=True)
+    ]
+
+    def seconds(op: Op) -> int:
+        forward, backward = shares.get((op.segment or 0, op.phase or ""), (0, 0))
+        return {Act.F: forward, Act.B: backward}.get(op.act, 0)
+
+    return Durations(op=seconds, copy=lambda act, segment, block: copies[segment])
+
+
+def computing_phases(phases: Sequence[Phase], names: Collection[str]) -> tuple[str, ...]:
+    """Those of some phases of a segment that run on the compute stream."""
+    return tuple(each.name for each in phases if each.name in names and each.stream is Stream.COMPUTE)
+
+
+def _with_offloads(
+    schedule: Schedule, names: Sequence[Collection[str]], ops: Ops, slots: list[int], durations: Durations
+) -> Ops:
     """The list of a rank with its copies; `slots` grows to the slots that each segment needs."""
     before: dict[int, list[Op]] = defaultdict(list)
-    for act, spans in _placed(schedule, names, ops):
-        for key, place in spans.items():
-            micro_batch, segment, block = key
-            before[place].append(Op(act=act, micro_batch=micro_batch, segment=segment, phase=block))
+    for act, place, key in _placed(schedule, names, ops, durations):
+        micro_batch, segment, block = key
+        before[place].append(Op(act=act, micro_batch=micro_batch, segment=segment, phase=block))
     used: dict[tuple[int, str], list[int]] = defaultdict(list)
     held: dict[_Key, int] = {}
 
@@ -106,43 +154,106 @@ _Key = tuple[int, int, str]
 class _Span(NamedTuple):
     """The places of a block's ops in a turn."""
 
+    begin: int
+    """Of its first forward."""
     end: int
     """Of its last forward."""
     start: int
     """Of the first op that needs what it has saved: a replay or a backward."""
 
 
+class _Copied(NamedTuple):
+    """A block that goes to the host in one micro-batch, and the places of its ops and their bounds."""
+
+    key: _Key
+    made: int
+    free_by: int
+    needed: int
+    reload_from: int
+
+
 def _placed(
-    schedule: Schedule, names: Sequence[Collection[str]], ops: Ops
-) -> Iterator[tuple[Act, dict[_Key, int]]]:
-    """Before which place of a list each op stands. Memory is freed before more is allocated."""
-    offloads, frees, reloads = dict[_Key, int](), dict[_Key, int](), dict[_Key, int]()
-    for (micro_batch, segment), spans in _turns(schedule, ops).items():
+    schedule: Schedule, names: Sequence[Collection[str]], ops: Ops, durations: Durations
+) -> Iterator[tuple[Act, int, _Key]]:
+    """Each copy, and before which place of a list it stands. Memory is freed before more is allocated."""
+    begins = list(accumulate((durations.op(op) if op.act.computes else 0 for op in ops), initial=0))
+    copies = sorted(_copies(schedule, names, ops), key=lambda copy: (copy.made, copy.needed))
+    yield from ((Act.OFFLOAD, copy.made, copy.key) for copy in copies)
+    outs = placed_out(
+        begins,
+        [
+            Out(made=each.made, seconds=durations.copy(Act.OFFLOAD, *each.key[1:]), free_by=each.free_by)
+            for each in copies
+        ],
+    )
+    frees = [_next_computing(ops, each.place - 1) for each in outs]
+    yield from ((Act.FREE, place, copy.key) for copy, place in zip(copies, frees, strict=True))
+    coming = sorted(zip(copies, frees, strict=True), key=lambda each: each[0].needed)
+    backs = placed_back(
+        begins,
+        [
+            Back(
+                needed=copy.needed,
+                seconds=durations.copy(Act.RELOAD, *copy.key[1:]),
+                reload_from=max(copy.reload_from, free),
+            )
+            for copy, free in coming
+        ],
+    )
+    yield from ((Act.RELOAD, back.place, copy.key) for (copy, _), back in zip(coming, backs, strict=True))
+
+
+def _copies(schedule: Schedule, names: Sequence[Collection[str]], ops: Ops) -> Iterator[_Copied]:
+    """The blocks that a rank offloads in each micro-batch: those between whose forward and backward it runs two
+    others, during which they leave and come back."""
+    turns, runs = _turns(schedule, ops), _runs(schedule, ops)
+    begun = sorted(
+        place
+        for spans in turns.values()
+        for place in (min(each.begin for each in spans.values()), min(each.start for each in spans.values()))
+    )
+    for (micro_batch, segment), spans in turns.items():
         forward, backward = list(spans), sorted(spans, key=lambda name: spans[name].start)
-        wanted = [name for name in forward if name in names[segment]]
-        starts = _reload_starts([backward.index(name) for name in reversed(wanted)], len(backward))
+        wanted = [name for name in reversed(forward) if name in names[segment]]
+        end, start = spans[forward[-1]].end, spans[backward[0]].start
+        others = begun[bisect_right(begun, end) : bisect_left(begun, start)]
         for number, name in enumerate(wanted):
-            key, start = (micro_batch, segment, name), starts[len(wanted) - 1 - number]
-            offload = _behind_sends(ops, spans[name].end)
-            share = -(-(number + 1) * len(forward) // len(wanted))  # rounded up
-            behind = min(max(share - 1, number + 1), len(forward) - 1)
-            free = _next_computing(ops, spans[forward[behind]].end)
-            reload = spans[backward[start]].start if start >= 0 else _computing_before(ops, spans[name].start)
-            if any(_runs_a_block(schedule, op) for op in ops[offload:reload]) and free <= reload:
-                offloads[key], frees[key], reloads[key] = offload, free, reload
-    yield from ((Act.OFFLOAD, offloads), (Act.FREE, frees), (Act.RELOAD, reloads))
+            made, needed = _behind_sends(ops, spans[name].end), spans[name].start
+            inside = [run for run in runs[bisect_left(runs, (made, made)) :] if run[1] < needed]
+            if len(inside) < 2:
+                continue
+            if len(others) >= _WIDE:
+                free_by, reload_from = others[1], others[-2]
+            else:
+                free_by = min([_first_backward(ops, end, (micro_batch, segment)), *others[:1]])
+                left = min(number + 1, backward.index(name) - 1)
+                reload_from = spans[backward[left]].start if left >= 0 else inside[-1][0]
+            free_by = max(free_by, _next_computing(ops, inside[0][1]))
+            yield _Copied((micro_batch, segment, name), made, free_by, needed, reload_from)
 
 
-def _reload_starts(needed: Sequence[int], blocks: int) -> list[int]:
-    """Before which backward of a turn each reload stands: -1 is the op before the first. `needed` are the
-    backwards of the blocks that come back, in order."""
-    each, free = -(-blocks // (2 * len(needed) or 1)), blocks
-    starts: list[int] = []
-    for number, deadline in reversed(list(enumerate(needed))):
-        free = min(deadline, free) - each
-        free = max(free, min(number + 1, deadline - 1))
-        starts.insert(0, free)
-    return starts
+_WIDE = 4
+"""Turns between the forward and the backward of another, from which on its bounds are wide."""
+
+
+def _runs(schedule: Schedule, ops: Ops) -> list[tuple[int, int]]:
+    """The first and the last place of each forward and each backward of a block, in order."""
+    of_phase = _block_names(schedule)
+    runs: dict[tuple[object, ...], tuple[int, int]] = {}
+    for place, op in enumerate(ops):
+        if op.act in (Act.F, Act.B) and (name := of_phase(op)) is not None:
+            key = (op.act, op.micro_batch, op.segment, name)
+            runs[key] = (runs.get(key, (place,))[0], place)
+    return sorted(runs.values())
+
+
+def _first_backward(ops: Ops, place: int, turn: Turn) -> int:
+    """Where the backward of a turn begins, behind a place."""
+    return next(
+        each
+        for each in range(place, len(ops))
+        if ops[each].act in (Act.B, Act.RECOMPUTE) and (ops[each].micro_batch, ops[each].segment) == turn
+    )
 
 
 def _turns(schedule: Schedule, ops: Ops) -> dict[Turn, dict[str, _Span]]:
@@ -157,7 +268,8 @@ def _turns(schedule: Schedule, ops: Ops) -> dict[Turn, dict[str, _Span]]:
         assert op.segment is not None
         spans = turns[op.micro_batch, op.segment]
         if op.act is Act.F:
-            spans[name] = _Span(place, len(ops))
+            begin = spans[name].begin if name in spans else place
+            spans[name] = _Span(begin, place, len(ops))
         elif spans[name].start == len(ops):
             spans[name] = spans[name]._replace(start=place)
     return turns
@@ -174,12 +286,6 @@ def _block_names(schedule: Schedule) -> Callable[[Op], str | None]:
     return lambda op: None if op.phase is None else by_phase.get((op.segment or 0, op.phase))
 
 
-def _runs_a_block(schedule: Schedule, op: Op) -> bool:
-    return op.act in (Act.F, Act.B) and any(
-        phase.name == op.phase and phase.block is not None for phase in schedule.phases[op.segment or 0]
-    )
-
-
 def _behind_sends(ops: Ops, place: int) -> int:
     """Behind an op and what it sends: a peer waits for that."""
     return next((each for each in range(place + 1, len(ops)) if not ops[each].act.sends), len(ops))
@@ -187,10 +293,6 @@ def _behind_sends(ops: Ops, place: int) -> int:
 
 def _next_computing(ops: Ops, place: int) -> int:
     return next((each for each in range(place + 1, len(ops)) if ops[each].act.computes), len(ops))
-
-
-def _computing_before(ops: Ops, place: int) -> int:
-    return next((each for each in range(place - 1, -1, -1) if ops[each].act.computes), 0)
 
 
 # ------------------------------------------------------------------------------------------------ check

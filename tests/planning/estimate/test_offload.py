@@ -63,7 +63,8 @@ def test_planned_bytes_of_regions_are_moved(
 
 
 def check_bytes(run: Run) -> None:
-    """Moved bytes are planned bytes, and the peak is within a tenth of the estimate."""
+    """Moved bytes are planned bytes, and the peak is within a twentieth of the estimate. With overlap, a tenth:
+    copies start within the backward of a block, of which the estimate counts all until it ends."""
     share, worked_out = run.train.offload, plan(run, 1)
     moved: list[dict[Key, int]] = []
     finish = Offloads.finish
@@ -76,7 +77,7 @@ def check_bytes(run: Run) -> None:
     with mock.patch.object(Offloads, "finish", finished):
         peak = peak_of(worked_out)
     estimated = estimate(worked_out, "cpu")
-    assert estimated.peak == pytest.approx(peak, rel=0.05)
+    assert 0.95 * peak <= estimated.peak <= (1.1 if run.mesh.overlap else 1.05) * peak
     slots = host_slots(worked_out, 0, "cpu")
     (found,) = moved
     planned = {(segment, block): size for (segment, block, _), size in slots.items()}
