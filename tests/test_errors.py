@@ -16,6 +16,7 @@ from braid.errors import (
     ExitCode,
     Problem,
     ScheduleError,
+    enumeration,
     first_of,
     how_to_install,
 )
@@ -28,6 +29,10 @@ def test_the_first_faults_are_told_and_the_others_counted():
     assert first_of(faults[:MAX_LISTED]) == faults[:MAX_LISTED]
     assert first_of(faults[: MAX_LISTED + 1]) == [*faults[:MAX_LISTED], "... and 1 more of these"]
     assert first_of(faults, str.upper)[-2:] == [faults[MAX_LISTED - 1].upper(), "... and 2 more of these"]
+
+
+def test_parts_are_enumerated_as_in_a_sentence():
+    assert [enumeration(["a", "b", "c"][:count]) for count in range(4)] == ["", "a", "a and b", "a, b and c"]
 
 
 def test_a_schedule_that_breaks_its_rules_is_a_bug_told_without_a_traceback():

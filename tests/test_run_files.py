@@ -151,7 +151,9 @@ BOMB = "a0: &a0 [0]\n" + "".join(f"a{i + 1}: &a{i + 1} [{f'*a{i},' * 9}]\n" for 
         ("run.json", "[" * 100_000, "is no run file"),
         ("run.json", "9" * 5000, "is not JSON that can be read"),
         ("run.json", "[]", r"run\.json:1: run = \[\]: must be an object with the fields of Run"),
-        ("run.yaml", "", r"run = None: must be an object"),
+        ("run.yaml", "", r"the run file .*run\.yaml is empty: `braid show tiny --json` prints one"),
+        ("run.yaml", "# nothing yet", r"run = None: must be an object"),
+        ("run.json", b"\xff\xfe", r"the run file .*run\.json is not UTF-8 text: invalid start byte at byte 0"),
         ("run.yaml", "a: [1\nb: 2", r"run\.yaml:2: is not YAML: expected ',' or ']'"),
         ("run.yaml", "a: 1\n---\nb: 2", "is not YAML: but found another document"),
         ("run.yaml", "a: !!python/object/apply:os.system [x]", r"run\.yaml:1: has the tag tag:yaml"),
@@ -160,12 +162,12 @@ BOMB = "a0: &a0 [0]\n" + "".join(f"a{i + 1}: &a{i + 1} [{f'*a{i},' * 9}]\n" for 
         ("run.yaml", BOMB, "more than 100,000 values or 50 levels"),
         ("run.yaml", "a: 1\n3: 2", r"run\.yaml:2: has a key that is no string"),
         ("run.yaml", "lr_share: {x: " + "9" * 200 + "}", "a number has 200 digits"),
-        ("none.yaml", None, r"cannot read the run file .*none\.yaml"),
+        ("none.yaml", None, r"cannot read the run file .*none\.yaml: No such file or directory"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_run_is_refused(name, text, message, tmp_path):
     if text is not None:
-        written(tmp_path, text, name)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=message):
         load_run(tmp_path / name)
 
@@ -190,3 +192,25 @@ def test_options_override_the_file_and_its_name_is_that_of_the_run(tmp_path, mon
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(to_json(run))) | {
         "optim": json.loads(json.dumps(to_json(run)["optim"])) | {"lr": 0.125}
     }
+
+
+def test_a_rule_that_is_broken_names_the_run_and_the_line_of_the_file(tmp_path, capsys):
+    wrong = RUN | {"train": {"steps": -1, "batch_samples": 2}, "optim": {"lr": -1.0}}
+    file = written(tmp_path, yaml.safe_dump(wrong, sort_keys=False))
+    line = {
+        text.strip().partition(":")[0]: place for place, text in enumerate(file.read_text().splitlines(), 1)
+    }
+    assert main(["plan", str(file), "--optim.lr=-2"]) == ExitCode.CONFIG
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"braid: {file}: invalid settings: 2 problems"
+    assert lines[1:] == [
+        "train.steps = -1",
+        "  rule  must be a number of at least 1",
+        "  set   1 or more",
+        f"  in    {file}:{line['steps']}",
+        "optim.lr = -2.0",  # that of the option
+        "  rule  must be a number above 0",
+        "  set   a number above 0",
+    ]
+    assert main(["plan", "tiny", "--optim.lr=-2"]) == ExitCode.CONFIG
+    assert capsys.readouterr().err.splitlines()[0] == "braid: tiny: invalid settings: 1 problem"

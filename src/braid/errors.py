@@ -139,6 +139,11 @@ class PreemptedError(BraidError):
     exit_code = ExitCode.PREEMPTED
 
 
+def enumeration(parts: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
+
+
 def first_of(faults: Sequence[str], render: Callable[[str], str] = str) -> list[str]:
     """One line for each of the first `MAX_LISTED` faults, and the number of further ones."""
     lines, more = [render(fault) for fault in faults[:MAX_LISTED]], len(faults) - MAX_LISTED

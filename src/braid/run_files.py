@@ -41,17 +41,32 @@ def is_run_file(name: str) -> bool:
 def load_run(file: Path | str) -> Run:
     """The run in a file. Raises a `ConfigError` that lists every problem with its line."""
     file = Path(file)
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the run file {file}: {error}") from None
-    content = _from_json_text(text, file) if file.suffix.lower() == ".json" else _from_yaml_text(text, file)
+    content = _content(file)
     wrong = [(content.lines.get(problem.path, 1), problem.text) for problem in json_problems(content.data)]
     if problems := sorted([*content.wrong, *wrong], key=lambda problem: problem[0]):
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         listed = [f"{file}:{line}: {text.removeprefix('run.')}" for line, text in problems]
         raise ConfigError("\n".join([f"the run file has {count}", *listed]))
     return from_json(content.data)
+
+
+def field_lines(file: Path) -> dict[str, int]:
+    """The line of every field that a run file has, by names such as `optim.lr`."""
+    return {".".join(map(str, path)): line for path, line in _content(file).lines.items() if path}
+
+
+def _content(file: Path) -> _Content:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read the run file {file}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the run file {file} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from None
+    if not text.strip():
+        raise ConfigError(f"the run file {file} is empty: `braid show tiny --json` prints one")
+    return _from_json_text(text, file) if file.suffix.lower() == ".json" else _from_yaml_text(text, file)
 
 
 class _Content:

@@ -48,6 +48,12 @@ def test_a_command_without_its_word_says_what_it_needs(command, capsys):
     assert f"`braid {command.name}` needs" in capsys.readouterr().err
 
 
+def test_a_second_word_is_named(capsys):
+    for words in (["watch", "runs/a", "runs/b"], ["train", "tiny", "steps"], ["eval", "runs/a", "text.txt"]):
+        assert main(words) == ExitCode.CONFIG
+        assert f"got {words[1]!r} and {words[2]!r}: braid {words[0]} " in capsys.readouterr().err
+
+
 # -------------------------------------------------------------------------------------------- pattern
 
 

@@ -48,7 +48,7 @@ def test_each_difference_is_named(
     assert diff([str(run), str(tmp_path / "other"), "--limit", "3"]) == 0
     told = capsys.readouterr().out
     assert "model.moe.normalize_top_k  False -> True" in told
-    assert "1 settings and " in told
+    assert "1 setting and " in told
     assert "... and " in told
     diff([str(run), str(tmp_path / "other"), "--limit", "500"])
     told = capsys.readouterr().out

@@ -164,7 +164,7 @@ def test_a_wrong_type_in_a_recipe_is_one_error(
 ) -> None:
     assert main([command[0], f"{recipes}:pairs", *command[1:]]) == ExitCode.CONFIG
     said = capsys.readouterr()
-    assert (said.out, said.err.splitlines()[0]) == ("", "braid: invalid settings: 1 problem")
+    assert (said.out, said.err.splitlines()[0]) == ("", f"braid: {recipes}:pairs: invalid settings: 1 problem")
     assert "must be a mapping of names to numbers" in said.err
 
 

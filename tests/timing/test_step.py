@@ -158,10 +158,18 @@ def test_the_command_prints_where_the_time_goes(capsys: pytest.CaptureFixture[st
 
 
 def test_without_a_cluster_the_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*WORDS, "--time"]) == 2
-    told = capsys.readouterr().err
-    assert "--time needs --cluster" in told
-    assert "h100-ib" in told
+    for options, message in (
+        (["--time"], "--time and --advise need --cluster"),
+        (["--time", "--cluster"], "--cluster has no name behind it"),
+        (["--cluster", "--time"], "--cluster has no name behind it"),
+        (["--cluster", "h100"], "no cluster 'h100'; did you mean 'h100-ib'?"),
+        (["--split-by-time"], "--cluster to one of a100-ib"),
+        (["--calibration", "x.json"], "--cluster to one of a100-ib"),
+    ):
+        assert main([*WORDS, *options]) == 2
+        told = capsys.readouterr().err
+        assert message in told
+        assert "b200-ib" in told
 
 
 def test_cuda_graphs_take_their_micro_batches_off_the_host() -> None:

@@ -27,6 +27,7 @@ from braid.cli.plan import show_plan
 from braid.cli.prove import prove
 from braid.cli.recipes import list_recipes, show
 from braid.cli.report import report
+from braid.cli.sources import with_origin
 from braid.cli.trace import trace
 from braid.cli.train import train
 from braid.cli.watch import watch
@@ -63,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _dispatch(args)
+    except ConfigError as error:
+        warn(with_origin(error, args))
+        return error.exit_code
     except BraidError as error:
         warn(str(error))
         return error.exit_code

@@ -42,6 +42,9 @@ def split_positional(args: list[str], command: str, metavar: str) -> tuple[str, 
         raise ConfigError(
             f"`braid {command}` needs {metavar} before its options{got}: braid {command} {metavar} [OPTIONS]"
         )
+    if len(args) > 1 and args[1][:1] not in ("-", "") and command != "diff":
+        what, usage = metavar.strip("'"), f"braid {command} {metavar} [OPTIONS]"
+        raise ConfigError(f"`braid {command}` takes one {what}, got {args[0]!r} and {args[1]!r}: {usage}")
     return args[0], args[1:]
 
 

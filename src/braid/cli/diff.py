@@ -42,5 +42,6 @@ def diff(args: list[str]) -> int:
     if len(tensors) > opts.limit:
         print(f"... and {len(tensors) - opts.limit} more tensors")
     total = len({*first.outlines, *second.outlines})
-    print(f"{len(settings)} settings and {len(tensors)} of {total} tensors differ")
+    named = "setting" if len(settings) == 1 else "settings"
+    print(f"{len(settings)} {named} and {len(tensors)} of {total} tensors differ")
     return ExitCode.OK

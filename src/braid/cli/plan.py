@@ -54,6 +54,7 @@ from braid.cli.plan_time import (
     offload_problems,
     predicted,
     print_time,
+    refuse_no_cluster,
     split_problems,
     time_json,
     time_problems,
@@ -149,6 +150,7 @@ class PlanOptions:
 
 def show_plan(args: list[str]) -> int:
     name, rest = split_positional(expand_recipe_help(args), "plan", "RECIPE")
+    refuse_no_cluster(rest)
     recipe = load_source(name, rest).run
     opts = parse_options(PlanOptions, rest, f"braid plan {name}", PlanOptions(run=recipe))
     opts, reasons = _with_fastest(opts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from braid.errors import enumeration
 from braid.pattern import compact, parse
 from braid.planning.layouts import is_split_by_work
 from braid.planning.plan import Plan, span_of, whole_models
@@ -25,7 +26,7 @@ def schedule_summary(plan: Plan) -> str:
     if "full" in run.train.recompute:
         parts += ["full recompute"]
     elif run.train.recompute:
-        parts += [f"recompute of {' and '.join(_recomputed(plan))}"]
+        parts += [f"recompute of {enumeration(list(_recomputed(plan)))}"]
     if away := sum(map(len, schedule.offloaded)):
         parts += [f"{away} {'block waits' if away == 1 else 'blocks wait'} in host memory"]
     return ", ".join(parts)

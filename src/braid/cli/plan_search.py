@@ -14,7 +14,7 @@ import rich.console
 from braid.choices import RECOMPUTE, Strategy
 from braid.cli.args import print_table
 from braid.cli.plan_html import RankedMeshes
-from braid.cli.plan_time import LABELS, span_text
+from braid.cli.plan_time import LABELS, clusters_to_choose, span_text
 from braid.config import Run, difference
 from braid.errors import ConfigError, Problem
 from braid.validators import nearest
@@ -57,13 +57,12 @@ def show_search(
     """Search, print what is found, and return it. `recipe` is the run before options: those of a row start
     from it."""
     from braid.timing.calibration import load as load_calibration
-    from braid.timing.links import clusters, load_cluster
+    from braid.timing.links import load_cluster
     from braid.timing.search import search
 
     if cluster is None:
-        known = ", ".join(clusters())
         raise ConfigError(
-            f"--search needs --cluster, for the speed of devices and links: {known}, or a file (FILE.json)"
+            f"--search needs --cluster, for the speed of devices and links: {clusters_to_choose()}"
         )
     fixed = parse_fixed(fix)
     device = None if calibration is None else load_calibration(calibration)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +51,27 @@ SHOWN = 0.0005
 """Parts with a smaller share of the step are left out of the table."""
 
 
+def clusters_to_choose() -> str:
+    """What `--cluster` may be."""
+    from braid.timing.links import clusters
+
+    return f"{', '.join(clusters())}, or a file (FILE.json)"
+
+
+def refuse_no_cluster(options: Sequence[str]) -> None:
+    """`--cluster` without a name lists the names."""
+    for option, after in pairwise([*options, "--"]):
+        if option == "--cluster" and after.startswith("--"):
+            raise ConfigError(f"--cluster has no name behind it: give {clusters_to_choose()}")
+
+
 def time_problems(cluster: str | None, calibration: str | None) -> Iterator[Problem]:
     if calibration is not None and cluster is None:
         yield Problem(
             field="calibration",
             value=calibration,
             rule="--calibration needs --cluster, for the links between devices",
-            remedy="--cluster NAME, or no calibration",
+            remedy=f"no calibration, or --cluster to one of {clusters_to_choose()}",
         )
 
 
@@ -67,7 +82,7 @@ def split_problems(run: Run, cluster: str | None, *, searched: bool) -> Iterator
             field="split-by-time",
             value=True,
             rule="needs --cluster, for the speed of devices and links",
-            remedy="--cluster NAME, or none of both: then `|` are placed by FLOPs",
+            remedy=f"neither, to place `|` by FLOPs, or --cluster to one of {clusters_to_choose()}",
         )
     if run.modules:
         rule = "cuts the pipeline of a run without modules"
@@ -79,8 +94,9 @@ def split_problems(run: Run, cluster: str | None, *, searched: bool) -> Iterator
 
 def offload_problems(run: Run, cluster: str | None, *, searched: bool) -> Iterator[Problem]:
     """Why the offload that hides cannot be found."""
+    named = "" if cluster else f"train.offload, or --cluster to one of {clusters_to_choose()}"
     for wrong, rule, remedy in (
-        (cluster is None, "needs --cluster, for the speed of devices", "--cluster NAME, or train.offload"),
+        (cluster is None, "needs --cluster, for the speed of devices", named),
         (bool(run.modules), "is for runs without modules", "train.offload"),
         (searched, "is about one plan, and --search lists several", "plan one of the list"),
     ):
@@ -144,13 +160,12 @@ def predicted(
 ) -> Prediction:
     """The prediction for a cluster, by its name or file."""
     from braid.timing.calibration import load as load_calibration
-    from braid.timing.links import clusters, load_cluster
+    from braid.timing.links import load_cluster
     from braid.timing.predict import predict
 
     if cluster is None:
-        known = ", ".join(clusters())
         raise ConfigError(
-            f"--time needs --cluster, for the speed of devices and links: {known}, or a file (FILE.json)"
+            f"--time and --advise need --cluster, for the speed of devices and links: {clusters_to_choose()}"
         )
     known_device = None if calibration is None else load_calibration(calibration)
     return predict(plan, load_cluster(cluster), known_device, load_factor=load, counted=counted)

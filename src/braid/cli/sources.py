@@ -13,9 +13,11 @@ from typing import NamedTuple
 from braid import recipes
 from braid.config import Run, type_problems
 from braid.errors import ConfigError
-from braid.run_files import is_run_file, load_run
+from braid.run_files import field_lines, is_run_file, load_run
 from braid.train.stored_run import refuse_at_once
 
+TAKES_RECIPE = ("train", "plan", "show", "prove", "grid")
+"""Commands that take a run."""
 WORLD_SIZE = "WORLD_SIZE"
 """The variable of launchers."""
 
@@ -52,6 +54,23 @@ def load_source(
     trained = len(weight_names(newest, moments=True)) > len(weight_names(newest))
     run = _with_tokenizer(describe(newest).run, newest)
     return RunSource(run, newest, path if trained and newest != path else None)
+
+
+def with_origin(error: ConfigError, args: Sequence[str]) -> str:
+    """The message of an invalid run with the recipe, file or folder that the command got it from, and the lines
+    of a file's fields, as far as options did not set them."""
+    if not error.problems or args[0] not in TAKES_RECIPE or len(args) < 2 or args[1].startswith("-"):
+        return str(error)
+    name = args[1]
+    options = {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args[2:]}
+    lines = field_lines(Path(name)) if is_run_file(name) and Path(name).is_file() else {}
+    head, *_ = str(error).splitlines()
+    text = [f"{name}: {head}"]
+    for problem in error.problems:
+        text.append(str(problem))
+        if problem.field in lines and problem.field not in options:
+            text.append(f"  in    {name}:{lines[problem.field]}")
+    return "\n".join(text)
 
 
 def _world(options: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -48,6 +48,8 @@ def trace(args: list[str]) -> int:
         found = rank_seconds(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot summarise {file}: it is not JSON; give a file that --trace wrote") from error
     except ValueError as error:
         raise ConfigError(f"cannot summarise {file}: {error}; give a file that --trace wrote") from error
     if opts.json:

@@ -205,7 +205,8 @@ def _check_filled(
         why = f": {len(skipped)} not text in UTF-8, or with zero bytes" if skipped else ": nothing to read"
         raise DataError(f"{given} no document{why}. Give text, .jsonl or .parquet files")
     if not all(writer.documents for writer in writers):
+        count = "1 document" if documents == 1 else f"{documents} documents"
         raise DataError(
-            f"validation = {validation} of {documents} documents leaves one split empty: "
-            "give more documents, or set another fraction or seed"
+            f"validation = {validation} of {count} leaves one split empty, since each is drawn at random: give "
+            "more documents, another fraction (0 holds out none) or another seed"
         )

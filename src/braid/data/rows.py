@@ -20,7 +20,7 @@ from typing import Any
 from braid.data.images import MOST_BYTES
 from braid.data.media import Kind
 from braid.data.records import Record
-from braid.errors import DataError
+from braid.errors import DataError, enumeration
 
 TEXT = "text"
 """The field of a row that has its text."""
@@ -188,7 +188,7 @@ def has_instead(given: Any, *fields: str) -> str:
     if not isinstance(given, Mapping):
         return f"is {kind_of_json(given)}"
     if odd := [f"{name!r} as {kind_of_json(given[name])}" for name in fields if name in given]:
-        return f"has {' and '.join(odd)}"
+        return f"has {enumeration(odd)}"
     return f"has the fields {', '.join(map(repr, given))}" if given else "has no fields"
 
 

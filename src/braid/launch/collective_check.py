@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import (
     set_debug_level_from_env,
 )
 
+from braid.errors import enumeration
 from braid.launch.rendezvous import format_ranks
 
 _MISMATCH = "Detected mismatch between collectives"
@@ -137,5 +138,7 @@ def describe_sides(sides: list[Side]) -> tuple[tuple[int, ...], str]:
     for collective, members in ranks_of.items():
         named = format_ranks([side.rank for side in members])
         places = dict.fromkeys(side.where for side in members)
-        texts.append(f"{named} {'runs' if len(members) == 1 else 'run'} {collective} at {' and '.join(places)}")
+        texts.append(
+            f"{named} {'runs' if len(members) == 1 else 'run'} {collective} at {enumeration(list(places))}"
+        )
     return tuple(sorted(at_fault)), "; ".join(texts)

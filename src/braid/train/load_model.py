@@ -13,7 +13,7 @@ from braid.config import Mesh, Run
 from braid.data import ItemLimits, Tokenizer, tokenizer_from
 from braid.data.prompts import Prompt, PromptItems
 from braid.distributed.collectives import Groups
-from braid.errors import ConfigError
+from braid.errors import ConfigError, enumeration
 from braid.lora import Lora
 from braid.model.encoder import EncoderModel, Items
 from braid.model.generate import Sampling, checked_prompt, continuation, decode_text
@@ -148,7 +148,7 @@ def image_limits(run: Run) -> dict[str, ItemLimits]:
     chosen = {name: module for name, module in able.items() if module.items == "image"} or able
     if len(chosen) > 1:
         raise ConfigError(
-            f"{' and '.join(chosen)} could read the images of a prompt: set modules.NAME.items of one of "
+            f"{enumeration(list(chosen))} could read the images of a prompt: set modules.NAME.items of one of "
             "them to image"
         )
     return {

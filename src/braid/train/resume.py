@@ -9,7 +9,7 @@ from braid import checkpoint
 from braid.architecture import Model
 from braid.config import Run, difference
 from braid.console import warn
-from braid.errors import CheckpointError, ConfigError, DataError, first_of
+from braid.errors import CheckpointError, ConfigError, DataError, enumeration, first_of
 from braid.launch.process import all_gather_json, check_agreement, fail_together
 from braid.model.names import symbols
 from braid.pattern import parse
@@ -156,7 +156,7 @@ def _resume(state: JobState, run: Run, data: DataPipeline, run_dir: RunDir, path
             f"train from them with --init {run_dir.out} and another --out"
         )
     if moved:
-        which = " and ".join(f"modules.{name} was {how}" for name, how in moved.items())
+        which = enumeration([f"modules.{name} was {how}" for name, how in moved.items()])
         raise ConfigError(
             f"{which} since {path} was saved, and a run resumes with the modules that it has: "
             "restore the modules, or set another --out"

@@ -31,7 +31,7 @@ from braid.engine.executor import PipelineLinks, Program
 from braid.engine.progress import Progress
 from braid.engine.streams import Streams, streams_for
 from braid.engine.weights import ModuleWeights, Weights
-from braid.errors import CheckpointError, NumericsError
+from braid.errors import CheckpointError, NumericsError, enumeration
 from braid.launch.process import all_gather_json, fail_together
 from braid.model.encoder import EncoderModel
 from braid.model.language import LanguageModel
@@ -95,7 +95,7 @@ class JobState:
     _evaluations: dict[int, Program] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.progress.modules = " and ".join(self.modules)
+        self.progress.modules = enumeration(list(self.modules))
 
     @property
     def everyone_trains(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from braid.architecture import Activation, Glu
-from braid.errors import how_to_install
+from braid.errors import enumeration, how_to_install
 from braid.kernels.activation import SWIGLU
 from braid.kernels.choice import KernelChoice
 from braid.kernels.grouped_mlp import grouped, reference
@@ -111,7 +111,7 @@ def _missing(device: torch.device) -> str | None:
         name = torch.cuda.get_device_name(device)
         return f"is for Hopper, and {name} has compute capability {capability[0]}.{capability[1]}"
     lacking = [name for name, module in NEEDS if not _found(module)]
-    return f"needs {' and '.join(lacking)}: {how_to_install(*lacking)}" if lacking else None
+    return f"needs {enumeration(lacking)}: {how_to_install(*lacking)}" if lacking else None
 
 
 def _found(module: str) -> bool:
