@@ -96,7 +96,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="placements-that-are-not-allowed",
         file="planning/split.py",
-        old="if rest < 0 or not self.allowed(rank, state, (front, behind)):",
+        old="if rest < 0 or not self._may(rank, state, (front, behind)):",
         new="if rest < 0:",
         kind="accepted input",
         why="a pipeline that is cut by time does not fit into memory",

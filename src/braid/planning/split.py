@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import gcd
 
 State = tuple[int, int]
 """Blocks before, and blocks behind, those of the ranks that are left."""
@@ -51,10 +52,9 @@ def in_v(costs: Costs, ranks: int) -> tuple[int, ...]:
     return found
 
 
-def best(
-    costs: Costs, ranks: int, *, folded: bool, allowed: Allowed = lambda *_: True
-) -> tuple[int, ...] | None:
-    """The number of blocks of each segment; `folded` as in `in_v`. None if no placement is allowed."""
+def best(costs: Costs, ranks: int, *, folded: bool, allowed: Allowed | None = None) -> tuple[int, ...] | None:
+    """The number of blocks of each segment; `folded` as in `in_v`. None if no placement is allowed. Without
+    `allowed`, all are."""
     states = _Split(costs, ranks, folded, allowed).states()
     if states is None:
         return None
@@ -69,7 +69,7 @@ class _Split:
     ranks: int
     folded: bool
     """Whether ranks hold blocks at both ends of what is left."""
-    allowed: Allowed
+    allowed: Allowed | None
     sums: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,13 +81,17 @@ class _Split:
 
     def states(self) -> list[State] | None:
         """The state before each rank, and behind the last; None if there are none that are allowed."""
-        low, high = 0, sum(self.costs.blocks) + self.costs.first + self.costs.last
-        if not self._fits(high):
+        whole = (*self.costs.blocks, self.costs.first, self.costs.last)
+        if not self._fits(sum(whole)):
             return None
-        while low < high:  # the least bound on the load of a rank
+        # The least bound on the load of a rank is the load of some rank, hence a multiple of what divides all
+        # costs.
+        unit = gcd(*whole) or 1
+        low, high = 0, sum(whole) // unit
+        while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._fits(middle) else (middle + 1, high)
-        return self._evenest(low)
+            low, high = (low, middle) if self._fits(middle * unit) else (middle + 1, high)
+        return self._evenest(low * unit)
 
     def _ends(self, rank: int) -> int:
         """The work of the ends that a rank has."""
@@ -107,7 +111,8 @@ class _Split:
 
     def _fits(self, bound: int) -> bool:
         """Whether no rank need have more than `bound`. Fewer blocks left are never worse, so only the most
-        blocks behind are followed for each number of blocks before."""
+        blocks behind are followed for each number of blocks before, and only if more of them before do not
+        allow as many behind."""
         most = {0: 0}
         for rank in range(self.ranks):
             reached: dict[int, int] = {}
@@ -117,7 +122,10 @@ class _Split:
                         left = range(rank + 1, self.ranks)
                         return all(self._ends(other) <= bound for other in left)
                     reached[before] = max(reached.get(before, -1), behind)
-            most = reached
+            most, behind = {}, -1
+            for before in sorted(reached, reverse=True):
+                if reached[before] > behind:
+                    most[before] = behind = reached[before]
         return False
 
     def _furthest(self, rank: int, state: State, room: int) -> Iterator[State]:
@@ -125,15 +133,18 @@ class _Split:
         before, behind = state
         for front in range(before, self.count - behind + 1):
             rest = room - (self.sums[front] - self.sums[before])
-            if rest < 0 or not self.allowed(rank, state, (front, behind)):
+            if rest < 0 or not self._may(rank, state, (front, behind)):
                 return
             back = behind
             while self.folded and front + back < self.count:
                 rest -= self.costs.blocks[self.count - back - 1]
-                if rest < 0 or not self.allowed(rank, state, (front, back + 1)):
+                if rest < 0 or not self._may(rank, state, (front, back + 1)):
                     break
                 back += 1
             yield front, back
+
+    def _may(self, rank: int, state: State, after: State) -> bool:
+        return self.allowed is None or self.allowed(rank, state, after)
 
     def _evenest(self, bound: int) -> list[State]:
         """The states with the least sum of squares, if no rank has more than `bound`."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 
 from braid.schedule.ops import Act, Channel, Collective, Op, Ops, Schedule
 from braid.schedule.phases import Stream
@@ -116,9 +116,17 @@ class Moments:
 
     def makespan(self, times: Sequence[float]) -> float:
         """From the first op of any rank to the end of the last."""
+        return max(map(times.__getitem__, self._ends[1]), default=0.0) - self.begin(times)
+
+    def begin(self, times: Sequence[float]) -> float:
+        """The start of the first op of any rank."""
+        return min(map(times.__getitem__, self._ends[0]), default=0.0)
+
+    @cached_property
+    def _ends(self) -> tuple[set[_Moment], set[_Moment]]:
+        """The moments at which ops start, and at which they end, once all lists are followed."""
         spans = [span for own in self.spans for span in own]
-        begin = min((times[start] for start, _ in spans), default=0.0)
-        return max((times[end] for _, end in spans), default=0.0) - begin
+        return {start for start, _ in spans}, {end for _, end in spans}
 
     def op_spans(self, times: Sequence[float]) -> tuple[tuple[OpSpan, ...], ...]:
         """The ops that each rank ran, in order."""
@@ -147,6 +155,10 @@ def follow_lists(schedule: Schedule, stream: Callable[[Op], Stream | None] = lam
     while runnable:
         runnable |= simulation.advance(runnable.pop())
     return Followed(moments=simulation.moments, waits=tuple(simulation.waits()))
+
+
+_AT_ONCE = frozenset({Act.RESHARD, Act.ACCUM})
+"""Ops on units that neither take time nor wait for anything."""
 
 
 class _WeightStream:
@@ -257,6 +269,11 @@ class _Simulation:
             op = ops[len(spans)]
             if op.collectives and not self._complete_collectives(rank, op, unblocked):
                 break
+            if op.act in _AT_ONCE:
+                when = self.free[rank][Stream.COMPUTE]
+                spans.append((when, when))
+                self.completed[rank] = 0
+                continue
             if op.act.shards:
                 spans.append(self._on_weights(rank, op))
                 self.completed[rank] = 0

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from braid.schedule.faults import Fault, Rule
@@ -228,6 +229,18 @@ def _holders(schedule: Schedule) -> dict[str, list[int]]:
     }
 
 
+_ACTIONS = MappingProxyType(
+    {
+        Act.UNSHARD: Lifetime.unshard,
+        Act.WAIT: Lifetime.wait,
+        Act.RESHARD: Lifetime.reshard,
+        Act.ACCUM: Lifetime.accumulate,
+        Act.REDUCE_GRAD: Lifetime.reduce,
+    }
+)
+"""What each op on a unit does."""
+
+
 def follow(lifetime: Lifetime, op: Op, use: Use, finished: bool) -> bool:
     """Apply one op of a list, and return whether FINISH has come."""
     if finished and (op.act.shards or use):
@@ -240,14 +253,7 @@ def follow(lifetime: Lifetime, op: Op, use: Use, finished: bool) -> bool:
     if op.act.shards:
         if op.unit is None:
             raise LifetimeError(Rule.COMPLETE, f"{op} names no unit")
-        actions = {
-            Act.UNSHARD: lifetime.unshard,
-            Act.WAIT: lifetime.wait,
-            Act.RESHARD: lifetime.reshard,
-            Act.ACCUM: lifetime.accumulate,
-            Act.REDUCE_GRAD: lifetime.reduce,
-        }
-        actions[op.act](op.unit)
-    elif use:
+        _ACTIONS[op.act](lifetime, op.unit)
+    elif use is not NO_USE and use:
         lifetime.use(use, op.micro_batch)
     return finished

@@ -15,8 +15,7 @@ ops of the stage only, and comes between the same ones on all its stations.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -158,20 +157,19 @@ class _Lowering:
     def __init__(self, ops: Ops, sharding: Sharding, stage: Stage) -> None:
         self.sharding, self.policy, self.stage = sharding, sharding.policy, stage
         self.before, self.slots = _slots(ops, sharding.uses)
-        self.reads: dict[str, list[int]] = defaultdict(list)
-        """The slots that read each unit."""
-        self.grads: dict[str, list[int]] = defaultdict(list)
-        """The slots that add to the gradient of each unit."""
         self.last_of: dict[tuple[str, int | None], int] = {}
         """The last slot of each micro-batch that adds to the gradient of a unit."""
         for number, slot in enumerate(self.slots):
-            for unit in slot.use.reads if self.policy.gathers else ():
-                self.reads[unit].append(number)
             for unit in slot.use.grads:
-                self.grads[unit].append(number)
                 self.last_of[unit, slot.op.micro_batch] = number
+        self.next_grads = _next_slots([slot.use.grads for slot in self.slots])
+        """For each slot and unit whose gradient it adds to, the next slot that adds to it."""
+        self.next_reads = _next_slots([slot.use.reads for slot in self.slots])
+        """For each slot and unit that it reads, the next slot that reads it."""
         self.gathered: set[str] = set()
         self.waited: set[str] = set()
+        self.accumulations: dict[str, Op] = {}
+        """The `ACCUM` of each unit, the same for all micro-batches."""
 
     def run(self) -> Iterator[Op]:
         rest = self.before
@@ -208,20 +206,20 @@ class _Lowering:
     def _gradients(self, number: int) -> Iterator[Op]:
         """Accumulate or reduce a gradient that no further op of the same micro-batch adds to next."""
         micro_batch = self.slots[number].op.micro_batch
-        for unit in self.slots[number].use.grads:
-            later = _next_after(self.grads[unit], number)
+        for unit, later in zip(self.slots[number].use.grads, self.next_grads[number], strict=True):
             if later is None or (self.policy.reduce_every and self.last_of[unit, micro_batch] == number):
                 collectives = (self._collective("reduce", unit),) if self.policy.gathers else ()
                 yield Op(act=Act.REDUCE_GRAD, unit=unit, collectives=collectives)
             elif self.slots[later].op.micro_batch != micro_batch:
-                yield Op(act=Act.ACCUM, unit=unit)
+                if unit not in self.accumulations:
+                    self.accumulations[unit] = Op(act=Act.ACCUM, unit=unit)
+                yield self.accumulations[unit]
 
     def _releases(self, number: int) -> Iterator[Op]:
         if not self.policy.gathers:
             return
         keep, lookahead = self.policy.keep, self.policy.lookahead
-        for unit in self.slots[number].use.reads:
-            later = _next_after(self.reads[unit], number)
+        for unit, later in zip(self.slots[number].use.reads, self.next_reads[number], strict=True):
             if later is None or (keep is not None and later - number > max(keep, lookahead + 1)):
                 self.gathered.discard(unit)
                 self.waited.discard(unit)
@@ -248,7 +246,11 @@ def _slots(ops: Ops, uses: Uses) -> tuple[Ops, list[_Slot]]:
     return ops[: users[0][0]], slots
 
 
-def _next_after(numbers: Sequence[int], number: int) -> int | None:
-    """The first greater number in an ascending sequence."""
-    place = bisect_right(numbers, number)
-    return numbers[place] if place < len(numbers) else None
+def _next_slots(used: Sequence[Sequence[str]]) -> list[list[int | None]]:
+    """For the units of each slot, the next slot that has them too."""
+    upcoming: dict[str, int] = {}
+    found = []
+    for number in reversed(range(len(used))):
+        found.append([upcoming.get(unit) for unit in used[number]])
+        upcoming.update(dict.fromkeys(used[number], number))
+    return found[::-1]

@@ -320,6 +320,8 @@ def offload_faults(schedule: Schedule) -> Iterator[Fault]:
     blocks = [blocks_of(phases) for phases in schedule.phases]
     of_phase = _block_names(schedule)
     for rank, ops in enumerate(schedule.ops):
+        if not any(op.act.copies for op in ops):
+            continue  # what this follows are copies
         copies = _Copies()
         for place, op in enumerate(ops):
             for rule, why in _op_faults(schedule, rank, op, copies, blocks, of_phase):

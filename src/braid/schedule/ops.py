@@ -297,7 +297,10 @@ class Schedule:
         elif self.modules is not None and op.segment is not None and op.segment < self.segments:
             module = self.modules.segments[op.segment].module
             name += "" if module == self.modules.modules[0] else f".{module}"
-        return tuple((name, rank, peer) if op.act.sends else (name, peer, rank) for peer in op.peers)
+        sends, peers = op.act.sends, op.peers
+        if len(peers) == 1:  # every message of a pipeline
+            return ((name, rank, peers[0]) if sends else (name, peers[0], rank),)
+        return tuple((name, rank, peer) if sends else (name, peer, rank) for peer in peers)
 
     def pipe_of(self, op: Op) -> Channel:
         """The communicator of a message within a module: it connects two stages along every pipeline."""

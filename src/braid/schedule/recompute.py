@@ -168,6 +168,8 @@ def replay_faults(schedule: Schedule) -> Iterator[Fault]:
     """Each replayed phase is replayed once, after its forward and before all its consumers."""
     needed = _needed(schedule)
     for rank, ops in enumerate(schedule.ops):
+        if not needed and not any(op.act is Act.RECOMPUTE for op in ops):
+            continue  # nothing is replayed, and nothing needs to be
         forward: set[_Key] = set()
         replayed: set[_Key] = set()
         for place, op in enumerate(ops):

@@ -43,28 +43,25 @@ def bare(schedule: Schedule) -> tuple[Schedule, tuple[tuple[int, ...], ...]]:
 
 def wide(schedule: Schedule) -> SegmentView:
     """Each segment from the start of its forward to the end of its backward."""
-    return _view(schedule, forward=min, backward=max)
+    return _view(schedule, wide=True)
 
 
 def narrow(schedule: Schedule) -> SegmentView:
     """Each segment from the end of its forward to the start of its backward."""
-    return _view(schedule, forward=max, backward=min)
+    return _view(schedule, wide=False)
 
 
-def _view(
-    schedule: Schedule, *, forward: Callable[[list[int]], int], backward: Callable[[list[int]], int]
-) -> SegmentView:
+def _view(schedule: Schedule, *, wide: bool) -> SegmentView:
     lists, places = [], []
     for ops in schedule.ops:
-        by_turn: dict[tuple[Act, int | None, int | None], list[int]] = defaultdict(list)
+        first: dict[tuple[Act, int | None, int | None], int] = {}
+        last: dict[tuple[Act, int | None, int | None], int] = {}
         for place, op in enumerate(ops):
-            if op.phase is not None:
-                by_turn[op.act, op.micro_batch, op.segment].append(place)
-        chosen = {
-            (forward if act is Act.F else backward)(phase_places)
-            for (act, *_), phase_places in by_turn.items()
-            if act is not Act.W
-        }
+            if op.phase is not None and op.act is not Act.W:
+                turn = (op.act, op.micro_batch, op.segment)
+                first.setdefault(turn, place)
+                last[turn] = place
+        chosen = {(first if (turn[0] is Act.F) == wide else last)[turn] for turn in first}
         kept = [place for place, op in enumerate(ops) if op.phase is None or place in chosen]
         lists.append(tuple(_whole(ops[place]) for place in kept))
         places.append((*kept, len(ops)))
@@ -74,7 +71,12 @@ def _view(
 
 def _whole(op: Op) -> Op:
     """The op without its phase."""
-    return op if op.phase is None else replace(op, phase=None)
+    if op.phase is None:
+        return op
+    return Op(
+        act=op.act, micro_batch=op.micro_batch, segment=op.segment, slot=op.slot, edge=op.edge, peer=op.peer,
+        further=op.further, unit=op.unit, collectives=op.collectives,
+    )  # fmt: skip
 
 
 def phase_of(schedule: Schedule) -> Callable[[Op], Phase | None]:
@@ -116,6 +118,7 @@ def phase_faults(schedule: Schedule) -> Iterator[Fault]:
     after it has left the one before, if the rank holds both. Each weight gradient is computed once, after the
     backward that delayed it, and in each bucket in the order of backwards."""
     yield from _unnamed(schedule)
+    phase_for = phase_of(schedule)
     for rank, ops in enumerate(schedule.ops):
         passed: _Passed = defaultdict(list)
         for place, op in enumerate(ops):
@@ -128,7 +131,7 @@ def phase_faults(schedule: Schedule) -> Iterator[Fault]:
                 yield from _order_faults(rank, len(ops), actual, phases if act is Act.F else back)
         yield from _handover_faults(schedule.graph, rank, passed)
         yield from _turn_faults(rank, ops)
-        yield from _weight_faults(schedule, rank)
+        yield from _weight_faults(schedule, rank, phase_for)
 
 
 def _unnamed(schedule: Schedule) -> Iterator[Fault]:
@@ -178,19 +181,20 @@ def _turn_faults(rank: int, ops: Sequence[Op]) -> Iterator[Fault]:
         latest[key] = op.micro_batch
 
 
-def _weight_faults(schedule: Schedule, rank: int) -> Iterator[Fault]:
+def _weight_faults(schedule: Schedule, rank: int, phase_for: Callable[[Op], Phase | None]) -> Iterator[Fault]:
     ops, delayed = schedule.ops[rank], dict[tuple[int | None, int | None, str], int]()
     computed: Counter[object] = Counter()
     latest: dict[tuple[int | None, str], int] = {}
-    phase_for = phase_of(schedule)
     for place, op in enumerate(ops):
-        if op.phase is None:
+        if op.phase is None or op.act not in (Act.B, Act.W):
             continue
         key = (op.micro_batch, op.segment, op.phase)
-        phase = phase_for(op)
-        if op.act is Act.B and phase is not None and schedule.delayed and schedule.trains[op.segment or 0]:
-            delayed |= {(op.micro_batch, op.segment, bucket): place for bucket in phase.buckets}
-        elif op.act is Act.W:
+        if op.act is Act.B:
+            phase = phase_for(op) if schedule.delayed else None
+            if phase is not None and schedule.trains[op.segment or 0]:
+                for bucket in phase.buckets:
+                    delayed[op.micro_batch, op.segment, bucket] = place
+        else:
             computed[key] += 1
             if key not in delayed or computed[key] > 1:
                 why = "its backward has not run" if key not in delayed else "it has run before"

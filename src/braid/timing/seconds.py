@@ -195,6 +195,7 @@ class Station:
         self.edges: tuple[EdgeEstimate, ...] = tuple(edges_of(plan)) if plan.encoders else ()
         self.by_segment = {segment: module for module in self.modules for segment in module.segments}
         self._timed: dict[tuple[Act, int | None, str | None], _Timed] = {}
+        self._of_original: dict[tuple[Act, int | None, str | None, str | None], Op] = {}
 
     def module_of(self, segment: int) -> HeldModule:
         return self.by_segment[segment]
@@ -238,6 +239,12 @@ class Station:
 
     def original_op(self, op: Op) -> Op:
         """The op of the original that does the same."""
+        key = (op.act, op.segment, op.phase, op.unit)
+        if key not in self._of_original:
+            self._of_original[key] = self._original_op(op)
+        return self._of_original[key]
+
+    def _original_op(self, op: Op) -> Op:
         assert self.original is not None
         segment, phase, unit = op.segment, op.phase, op.unit
         if segment is not None:

@@ -12,7 +12,7 @@ time, so two short steps give that of a long one (`_shortened`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from braid.planning.estimate.weights import Counted, counted_by_station
 from braid.planning.graphs import LOADS, captures
 from braid.planning.plan import Plan, with_micro_batches
-from braid.schedule import Act, OpSpan, Timeline
+from braid.schedule import Act, Op, OpSpan, Timeline
 from braid.schedule.event_simulator import Moments
 from braid.schedule.phases import Stream
 from braid.schedule.sections import sections_of
@@ -170,10 +170,11 @@ def _shortened(plan: Plan, micro_batches: int) -> tuple[Plan, Plan] | None:
 
 def _spent(run: _Run, timeline: Timeline) -> list[dict[str, float]]:
     """What each station spends a step on the device on."""
-    seconds, times, begin = run.device, run.times, timeline.begin
-    whole, stations = (begin, begin + timeline.makespan), []
+    seconds, times, begin = run.device, run.times, run.moments.begin(run.at)
+    whole = begin, begin + run.moments.makespan(run.at)
+    stations, stream = [], stream_of(timeline.schedule)
     for station in range(timeline.schedule.pp):
-        parts = _parts(timeline, times, station, whole)
+        parts = _parts(timeline, times, station, whole, stream)
         for name, more in times.update(station).items():
             parts[name] += more
         parts[BUBBLE] += seconds - sum(parts.values())
@@ -181,20 +182,26 @@ def _spent(run: _Run, timeline: Timeline) -> list[dict[str, float]]:
     return stations
 
 
-def _parts(timeline: Timeline, times: OpTimes, station: int, whole: _Interval) -> dict[str, float]:
+def _parts(
+    timeline: Timeline,
+    times: OpTimes,
+    station: int,
+    whole: _Interval,
+    stream: Callable[[Op], Stream | None],
+) -> dict[str, float]:
     """What the compute stream of a station is busy with, and what it waits for."""
     parts: dict[str, float] = defaultdict(float)
-    spans, stream = timeline.spans[station], stream_of(timeline.schedule)
-    computing = []
+    spans = timeline.spans[station]
+    computing, hidden = [], []
     for span in spans:
-        if span.op.act is Act.SUM_COPIES or (
-            span.op.act.computes and stream(span.op) is not Stream.COMMUNICATION
-        ):
+        op = span.op
+        if op.act.computes and stream(op) is Stream.COMMUNICATION:
+            hidden.append(span)
+        elif op.act.computes or op.act is Act.SUM_COPIES:
             computing.append(span)
-            for name, seconds in times.parts(station, span.op).items():
+            for name, seconds in times.parts(station, op).items():
                 parts[name] += seconds
     gaps = list(_gaps(computing, *whole))
-    hidden = [span for span in spans if span.op.act.computes and stream(span.op) is Stream.COMMUNICATION]
     waits = [*_weight_waits(times, station, spans), (EXPERTS, hidden), (COPIES, list(_copy_waits(spans)))]
     for name, causes in (*waits, (MESSAGES, list(_messages(timeline, times, station)))):
         inside = list(_overlaps(gaps, sorted(causes, key=lambda span: span.start)))
@@ -216,6 +223,8 @@ def _weight_waits(times: OpTimes, station: int, spans: Sequence[OpSpan]) -> Iter
 def _copy_waits(spans: Sequence[OpSpan]) -> Iterator[OpSpan]:
     """When something waited for a copy: in a `FREE`, and before a block whose reload ended as the block began.
     In order, without the parts that several have."""
+    if not any(span.op.act.copies for span in spans):
+        return
     begins = {span.start for span in spans if span.op.act in (Act.B, Act.RECOMPUTE)}
     until = float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
