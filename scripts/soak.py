@@ -11,10 +11,11 @@ A small model trains on `--world` CPU ranks under braid's launcher or torchrun, 
     slow    a random rank is stopped and continued every tenth of a second, for five seconds
     flip    a random bit of the newest checkpoint flips; then a rank is killed, so that it is read
     full    the disk is full for five seconds
-    denied  nothing can be written to the folder of checkpoints for five seconds
+    denied  writing to the folder of checkpoints fails with EACCES for five seconds
     gone    a random rank is killed and its slot out of service, until the run goes on with fewer ranks
 
-`full` and `denied` need root: the run then has a small tmpfs of its own. `gone` needs `--min-world`.
+They come in rounds: every kind once, in an order drawn from the seed, then every kind again. `full` needs root:
+the run then has a small tmpfs of its own. `gone` needs `--min-world`.
 At the end the run is asked to stop, and saves. A run without faults then trains to the same step, and losses
 and weights must be equal to the bit. With `--min-world` all is computed in float64, the run without faults has
 one process, and each loss and tensor must agree with it to 1e-10.
@@ -23,6 +24,7 @@ one process, and each loss and tensor must agree with it to 1e-10.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -49,6 +51,8 @@ PATIENCE_S = 600.0
 BEYOND = 3
 """Steps after which a run is past a fault: some may be logged before all ranks know of it."""
 DISK = "64m"
+DROP_CAPABILITY, DAC_OVERRIDE = 24, 1
+"""Of prctl: what root may do beyond a file's permissions."""
 FOREVER = 10**9
 
 RECIPE = """
@@ -137,7 +141,9 @@ class Soak:
     def start(self) -> subprocess.Popen[bytes]:
         """Start to train."""
         log = (self.folder / "log").open("wb")
-        self.run = subprocess.Popen(self.command(), stdout=log, stderr=log, env=environment())
+        self.run = subprocess.Popen(
+            self.command(), stdout=log, stderr=log, env=environment(), preexec_fn=obey_permissions
+        )
         return self.run
 
     def await_step(self, step: int) -> None:
@@ -216,13 +222,14 @@ def full(soak: Soak, chance: random.Random) -> None:
 
 
 def denied(soak: Soak, chance: random.Random) -> None:
-    """Nothing can be created, renamed or deleted in the folder of checkpoints. Permissions do not stop root."""
-    folder = str(soak.out / "checkpoints")
-    subprocess.run(["chattr", "+i", folder], check=True)
+    """Nothing can be created, renamed or deleted in the folder of checkpoints: EACCES."""
+    folder = soak.out / "checkpoints"
+    mode = folder.stat().st_mode
+    folder.chmod(0o555)
     try:
         time.sleep(SHORT_S)
     finally:
-        subprocess.run(["chattr", "-i", folder], check=True)
+        folder.chmod(mode)
 
 
 def gone(soak: Soak, chance: random.Random) -> None:
@@ -250,6 +257,12 @@ def _signal(soak: Soak, chance: random.Random, number: signal.Signals) -> None:
 # -------------------------------------------------------------------------------------------- driving
 
 
+def rounds(kinds: Sequence[str], chance: random.Random) -> Iterator[str]:
+    """Kinds of faults without end: each once in every round, in random order."""
+    while True:
+        yield from chance.sample(kinds, len(kinds))
+
+
 def survive(
     soak: Soak, kinds: Sequence[str], chance: random.Random, until: Callable[[int], bool], every: float
 ) -> Iterator[Fault]:
@@ -258,10 +271,10 @@ def survive(
     run = soak.start()
     try:
         soak.await_step(12)
-        count = 0
+        drawn, count = rounds(kinds, chance), 0
         while not until(count):
             time.sleep(chance.uniform(0.2, 1.8) * every)
-            kind, step, begun = chance.choice(kinds), soak.step, time.monotonic()
+            kind, step, begun = next(drawn), soak.step, time.monotonic()
             FAULTS[kind](soak, chance)
             soak.await_step(max(step, soak.step) + BEYOND)
             count += 1
@@ -271,6 +284,11 @@ def survive(
     finally:
         run.kill()
         run.wait()
+
+
+def obey_permissions() -> None:
+    """For a process that is about to start: permissions bind it as other users, even if it is root."""
+    ctypes.CDLL(None).prctl(DROP_CAPABILITY, DAC_OVERRIDE, 0, 0, 0)
 
 
 def environment() -> dict[str, str]:
@@ -368,6 +386,7 @@ def main() -> int:
     if given.min_world is not None and given.launcher == "torchrun":
         parser.error("--min-world needs --launcher braid: torchrun starts all its workers again")
     given.kinds = given.kinds or [kind for kind in KINDS if kind != "gone" or given.min_world is not None]
+    print(f"seed {given.seed}, faults in rounds of {', '.join(given.kinds)}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run ends too, and its disk goes
     end = time.monotonic() + 60 * given.minutes
 
@@ -379,7 +398,7 @@ def main() -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         run = folder / "run"
         run.mkdir()
-        stack.enter_context(own_disk(run, not {"full", "denied"}.isdisjoint(given.kinds)))
+        stack.enter_context(own_disk(run, "full" in given.kinds))
         soak = Soak(folder, make_corpus(folder), given)
         for fault in survive(soak, given.kinds, random.Random(given.seed), enough, given.every):
             print(

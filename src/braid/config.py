@@ -72,6 +72,7 @@ class Data:
             yield from validators.above(f"{at}.weights[{place}]", weight, 0)
 
 
+MAX_INT = 2**63
 MAX_SPIKE_WINDOW = 10_000
 
 MAX_STALL_TIMEOUT_S = 1_000_000
@@ -364,6 +365,9 @@ def _type_problems(kind: Any, value: Any, at: str) -> Iterator[Problem]:
         for name, each in value.items():
             yield from _type_problems(str, name, f"{at} key")
             yield from _type_problems(origin[1][1], each, _entry(at, name, each))
+    elif type(value) is int and abs(value) >= MAX_INT and int in arms:
+        rule = "must be a whole number of 64 bits"
+        yield Problem(field=at, value=value, rule=rule, remedy="a smaller one")
     elif not any(_fits(arm, value) for arm in arms):
         expected = " or ".join(_type_name(arm) for arm in arms)
         yield Problem(field=at, value=value, rule=f"must be {expected}", remedy=expected)

@@ -19,6 +19,9 @@ from typing import Any, ClassVar
 MAX_LISTED = 6
 """Faults of one kind that an error message lists; further ones are only counted."""
 
+MAX_SHOWN = 400
+"""Characters of a value that an error message shows."""
+
 
 class ExitCode(IntEnum):
     """Exit codes of the `braid` command, documented in docs/exit-codes.md."""
@@ -56,7 +59,7 @@ class Problem:
     """What to set instead."""
 
     def __str__(self) -> str:
-        return f"{self.field} = {self.value!r}\n  rule  {self.rule}\n  set   {self.remedy}"
+        return f"{self.field} = {shortened(repr(self.value))}\n  rule  {self.rule}\n  set   {self.remedy}"
 
 
 class ConfigError(BraidError, ValueError):
@@ -142,6 +145,11 @@ class PreemptedError(BraidError):
 def enumeration(parts: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
+
+
+def shortened(text: str) -> str:
+    """A text that somebody else has written, as far as a message shows it."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def first_of(faults: Sequence[str], render: Callable[[str], str] = str) -> list[str]:

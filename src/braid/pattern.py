@@ -64,6 +64,8 @@ MOST_LAYERS = 20_000
 """Layers of a pattern. A pattern may come from a file of unknown origin, and memory goes by its layers."""
 MOST_CHARACTERS = 100_000
 """Of the text of a pattern."""
+MOST_SHOWN = 200
+"""Characters that an error shows on each side of its position."""
 
 
 class PatternError(ConfigError):
@@ -75,7 +77,11 @@ class PatternError(ConfigError):
         self.position = position
         # Characters that may not be one column wide would shift the caret: show a dot instead.
         printable = "".join(c if " " <= c <= "~" else "·" for c in text)
-        super().__init__(f"{rule}\n  {printable}\n  {' ' * position}^")
+        begin, end = max(0, position - MOST_SHOWN), position + MOST_SHOWN
+        before = f"...{printable[begin:position]}" if begin else printable[:position]
+        behind = f"{printable[position:end]}..." if len(text) > end else printable[position:]
+        self.excerpt = f"{before}{behind}\n{' ' * len(before)}^"
+        super().__init__(f"{rule}\n  {before}{behind}\n  {' ' * len(before)}^")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rule, self.text, self.position)

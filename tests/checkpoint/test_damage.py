@@ -6,7 +6,19 @@ import shutil
 import pytest
 import torch
 
-from braid.checkpoint import Piece, begin, commit, latest, prune, read, save, set_aside, verify, write_part
+from braid.checkpoint import (
+    Piece,
+    begin,
+    commit,
+    latest,
+    prune,
+    read,
+    read_manifest,
+    save,
+    set_aside,
+    verify,
+    write_part,
+)
 from braid.errors import CheckpointError
 from tests.checkpoint.helpers import all_same, flip_bit, mixed_tensors, whole
 
@@ -207,3 +219,19 @@ def test_what_is_set_aside_is_not_seen_any_more(tmp_path):
 def test_prune_must_keep_something(tmp_path):
     with pytest.raises(CheckpointError, match="keep >= 1"):
         prune(tmp_path, keep=0)
+
+
+def test_checkpoints_that_are_links_to_another_place_are_saved_again_and_pruned(tmp_path):
+    """As somebody does whose disk got full: what the links lead to stays."""
+    root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for step in (1, 2):
+        path = save(root, step, whole(mixed_tensors(seed=step)), extra={})
+        path.rename(elsewhere / path.name)
+        path.symlink_to(elsewhere / path.name)
+    again = save(root, 2, whole(mixed_tensors(seed=9)), extra={})
+    assert not again.is_symlink()
+    newest = save(root, 3, whole(mixed_tensors(seed=3)), extra={})
+    prune(root, keep=2, written=newest)
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000002", "step-00000003"]
+    assert all(read_manifest(elsewhere / f"step-0000000{step}").step == step for step in (1, 2))

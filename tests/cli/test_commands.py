@@ -122,6 +122,43 @@ def test_a_folder_without_permission_is_named_without_a_traceback(monkeypatch, c
     assert "runs/of-others: this user may not read or write it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["generate", "watch", "report", "show", "train"])
+def test_a_name_that_no_file_can_have_is_shown_without_a_traceback(command, capsys):
+    assert main([command, "x" * 5000]) == 2
+    error = capsys.readouterr().err
+    assert "File name too long" in error
+    assert len(error) < 1000
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--world", "9" * 5000),
+        ("--world", "100000"),
+        ("--model.hidden", "9" * 30),
+        ("--model.pattern", "[" * 50_000),
+        ("--model.pattern", "*-" * 60_000),
+    ],
+    ids=lambda option: f"{option[0]} {option[1][:9]}",
+)
+def test_enormous_settings_are_refused_in_few_words_and_without_torch(option):
+    words = ["train", "tiny", *option]
+    command = [sys.executable, "-X", "importtime", "-m", "braid", *words]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2
+    imports, said = [], []
+    for line in ended.stderr.splitlines():
+        (imports if line.startswith("import time:") else said).append(line)
+    assert len("\n".join(said)) < 20_000
+    assert not any(line.endswith(" torch") for line in imports)
+
+
+def test_a_tensor_that_no_machine_can_address_is_refused(capsys):
+    words = ["plan", "tiny", "--model.hidden", str(2**40), "--model.vocab", str(2**40)]
+    assert main(words) == 2
+    assert "more bytes than a machine can address" in capsys.readouterr().err
+
+
 def test_recipes_are_listed(capsys):
     assert main(["recipes"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]

@@ -56,6 +56,27 @@ def test_a_finished_run_and_one_of_an_older_version(tmp_path: Path, capsys: pyte
     assert "just been started" in capsys.readouterr().err
 
 
+ODD = {
+    "time": ["NaN", "Infinity", "9" * 400, '"now"', "null"],
+    "process": ["-1", "9" * 400, "1.5", "true"],
+    "world": ["-1", "9" * 30],
+    "ranks": ["3", "[3]", "[{}]", "[" * 5000],
+    "state": ["[]", "{}", '"lost"'],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(name, each) for name in ODD for each in ODD[name]])
+def test_a_status_that_no_run_has_written_is_passed_over(
+    field: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path / "run", 5, of=9)
+    fields = {"time": "1.0", "process": "1", "world": "1", "ranks": "[]", "state": '"running"'}
+    fields |= {"host": '"node-7"', "text": '""', field: value}
+    text = ", ".join(f'"{name}": {each}' for name, each in fields.items())
+    (folder / "status.json").write_text(f"{{{text}}}")
+    assert "unfinished: step 5 of 9" in shown(folder, capsys)
+
+
 def test_a_failure_names_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = written(tmp_path / "run", 5, of=9)
     beat = Heartbeat(rank=1, count=3, host="node-8", step=6, place=2, op="F1.0", done=None, since_s=9.0)

@@ -356,6 +356,8 @@ FINDINGS: tuple[Case, ...] = (
         tests=(
             "train/test_untrusted_shapes.py::test_a_model_is_bounded_by_the_tensors_that_are_there",
             "test_pattern.py::test_a_pattern_that_no_memory_holds_is_refused",
+            "cli/test_commands.py::test_enormous_settings_are_refused_in_few_words_and_without_torch",
+            "cli/test_commands.py::test_a_tensor_that_no_machine_can_address_is_refused",
         ),
     ),
     Case(
@@ -423,6 +425,23 @@ FINDINGS: tuple[Case, ...] = (
         code=None,
         message="",
         tests=("test_console.py::test_a_log_on_a_full_disk_ends_no_run",),
+    ),
+    Case(
+        fault="a line of metrics, samples or launches is written in part (a full disk, a killed process)",
+        happens="what there is of it is removed, or is a line of its own; no line after it is lost",
+        code=None,
+        message="cannot write runs/tiny/metrics.jsonl: No space left on device",
+        tests=(
+            "train/test_json_lines.py::test_metrics_of_a_full_disk_are_whole_lines",
+            "train/test_json_lines.py::test_a_line_after_one_that_was_cut_off_is_a_line_of_its_own",
+        ),
+    ),
+    Case(
+        fault="a checkpoint is a link to another place",
+        happens="it is read, replaced and pruned as others; what the link leads to stays",
+        code=None,
+        message="",
+        tests=(f"{DAMAGE}::test_checkpoints_that_are_links_to_another_place_are_saved_again_and_pruned",),
     ),
 )
 """What was found beside them."""

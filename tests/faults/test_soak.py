@@ -2,11 +2,14 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from scripts.soak import KINDS, rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -14,6 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.costly(
     "a run, its restart and the one it is compared with: three starts of ranks that load torch"
 )
+
+
+def test_every_kind_of_fault_comes_once_in_a_round():
+    drawn = rounds(KINDS, random.Random(3))
+    first, second = ([next(drawn) for _ in KINDS] for _ in range(2))
+    assert sorted(first) == sorted(second) == sorted(KINDS)
+    assert first != second
+    again = rounds(KINDS, random.Random(3))
+    assert [next(again) for _ in range(2 * len(KINDS))] == first + second
 
 
 @pytest.mark.long

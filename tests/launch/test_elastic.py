@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from braid.cli import main
 from braid.errors import ExitCode
-from braid.launch.elastic import START_FAILURES, Slots, largest_world
+from braid.launch.elastic import START_FAILURES, Slots, largest_world, nearest_worlds
 from tests.launch.test_worker_pool import RECIPE, braid, start, torchrun, workers_of
 
 pytestmark = pytest.mark.costly("launchers start processes from nothing: each takes seconds to load torch")
@@ -29,6 +30,27 @@ pytestmark = pytest.mark.costly("launchers start processes from nothing: each ta
 def test_the_largest_world_that_fits_and_is_there(fitting, available, smallest):
     possible = {world for world in fitting if smallest <= world <= available}
     assert largest_world(fitting.__contains__, available, smallest) == max(possible, default=None)
+
+
+def test_the_nearest_worlds_that_fit():
+    assert nearest_worlds(lambda n: n % 8 == 0, 12, most=100) == (8, 16)
+    assert nearest_worlds(lambda n: n % 8 == 0, 3, most=100) == (8,)
+    assert nearest_worlds(lambda n: n in (1, 2, 4), 7, most=4) == (4,)
+    assert nearest_worlds(lambda n: False, 5, most=100) == ()
+    assert nearest_worlds(lambda n: n == 1, 0, most=100) == (1,)
+
+
+def test_the_nearest_worlds_are_found_with_few_questions_however_many_ranks_were_asked_for():
+    asked = []
+
+    def fits(world: int) -> bool:
+        asked.append(world)
+        return 8 % world == 0
+
+    assert nearest_worlds(fits, 10**9, most=8) == (8,)
+    assert asked == [8]
+    assert nearest_worlds(fits, 10**9, most=sys.maxsize) == ()
+    assert len(asked) < 5000
 
 
 def slots(folder: Path, *, count: int = 4, min_world: int = 1) -> Slots:
@@ -47,6 +69,14 @@ def test_slots_out_of_service_are_left_out_and_surplus_ones_wait(tmp_path):
     four.file.write_text("0\n1\n2\n")
     assert four.usable() == (3,)
     assert slots(tmp_path, min_world=2).usable() == ()
+
+
+def test_lines_that_name_no_slot_are_passed_over(tmp_path):
+    four = slots(tmp_path)
+    four.file.parent.mkdir()
+    odd = ["", "nothing", "-1", "9" * 5000, "9" * 20, "\u0663", "1x", "3 was taken away"]
+    four.file.write_bytes("\n".join(odd).encode() + b"\n\xff\x00")
+    assert four.out_of_service() == {3}
 
 
 def test_a_run_changes_slots_if_it_can_grow_or_loses_one(tmp_path):

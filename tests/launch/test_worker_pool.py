@@ -16,7 +16,7 @@ import pytest
 from braid.cli import main
 from braid.errors import ConfigError, ExitCode
 from braid.launch.elastic import Slots
-from braid.launch.worker_pool import WorkerExit, check_gpus, deciding_exit, launch, nearest_worlds
+from braid.launch.worker_pool import WorkerExit, check_gpus, deciding_exit, launch
 from tests import commands
 
 pytestmark = pytest.mark.costly("launchers start processes from nothing: each takes seconds to load torch")
@@ -116,12 +116,9 @@ def ended(pid: int, timeout_s: float = 30) -> bool:
 # ---------------------------------------------------------------------------------------- pure parts
 
 
-def test_the_nearest_worlds_that_fit():
-    assert nearest_worlds(lambda n: n % 8 == 0, 12) == (8, 16)
-    assert nearest_worlds(lambda n: n % 8 == 0, 3) == (8,)
-    assert nearest_worlds(lambda n: n in (1, 2, 4), 7) == (4,)
-    assert nearest_worlds(lambda n: False, 5) == ()
-    assert nearest_worlds(lambda n: n == 1, 0) == (1,)
+def test_a_signal_for_real_time_has_a_number_only():
+    assert WorkerExit(rank=1, status=-signal.SIGKILL).how == "was killed by SIGKILL"
+    assert WorkerExit(rank=1, status=-40).how == "was killed by signal 40"
 
 
 def end(rank: int, status: int, *, stopped: bool = False) -> WorkerExit:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from braid.config import Train, from_json
-from braid.errors import PreemptedError
+from braid.errors import ConfigError, PreemptedError
 from braid.launch.diagnosis import Diagnosis, FailureKind, Heartbeat, PeerState, Straggler
 from braid.planning.plan import plan
 from braid.train import pace
@@ -78,6 +78,15 @@ def test_prompts_are_a_setting_and_a_resume_moves_later_samples(tmp_path: Path) 
     assert lines(tmp_path / "samples.jsonl") == before
     assert [each["step"] for each in lines(tmp_path / "samples-cut.jsonl")] == [4, 4]
     assert [each["step"] for each in lines(tmp_path / "launches.jsonl")] == [0, 2]
+
+
+def test_a_file_of_samples_that_cannot_be_written_is_a_setting_to_change(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").mkdir()
+    with (
+        Trainer(plan(sampled(), 1), out=tmp_path, quiet=True) as trainer,
+        pytest.raises(ConfigError, match=r"samples\.jsonl cannot be written: Is a directory"),
+    ):
+        trainer.train()
 
 
 def test_a_launch_has_what_repeats_the_run(finished: Path) -> None:

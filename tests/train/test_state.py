@@ -210,6 +210,8 @@ def test_names_in_a_checkpoint_are_canonical(corpus, tmp_path):
         ("samples", 1.5, "from 0 to 2**63 - 1"),
         ("skipped_in_a_row", True, "from 0 to the step, 1"),
         ("own_updates", {"head.weight": -3}, "own_updates[head.weight] = -3"),
+        ("own_updates", [3], "own_updates must be an object"),
+        ("module_updates", "x", "module_updates must be an object"),
     ],
 )
 def test_a_manifest_with_counters_that_no_run_has_is_refused(counter, value, rule, saved, tmp_path):

@@ -241,7 +241,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="metrics-lose-a-line-on-resume",
-        file="train/metrics.py",
+        file="train/json_lines.py",
         old="if _step_of(line) <= step]",
         new="if _step_of(line) < step]",
         kind="lost data",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from braid.checkpoint import parts
 from braid.checkpoint.loading import verify
 from braid.checkpoint.reading import read_manifest
-from braid.checkpoint.steps import complete_steps, removed_path
+from braid.checkpoint.steps import complete_steps, delete, removed_path
 from braid.errors import CheckpointError
 
 
@@ -84,7 +83,7 @@ def prune(root: Path, *, keep: int, written: Path | None = None) -> list[Path]:
             trash = removed_path(root, step)
             try:
                 path.rename(trash)
-                shutil.rmtree(trash)
+                delete(trash)
             except OSError as error:
                 raise CheckpointError(f"cannot delete {path}: {error.strerror}") from error
             removed.append(path)

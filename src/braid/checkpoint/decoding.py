@@ -97,10 +97,13 @@ def _chunk(name: str, entry: object, shape: Shape) -> Chunk:
             f"{name}: a chunk at {list(box.offset)} of shape {list(box.shape)} is empty or outside a tensor of "
             f"shape {list(shape)}"
         )
+    key = _string(fields["key"], f"{name}: key of a chunk")
+    if not key.isprintable():
+        _refuse(f"{name}: key {key[:80]!r} of a chunk has characters that cannot be printed")
     return Chunk(
         box=box,
         file=_string(fields["file"], f"{name}: file of a chunk"),
-        key=_string(fields["key"], f"{name}: key of a chunk"),
+        key=key,
         sha256=_sha256(fields["sha256"], f"{name}: sha256 of a chunk"),
     )
 

@@ -39,7 +39,7 @@ from braid.checkpoint.manifest import (
     merge,
     part_entry,
 )
-from braid.checkpoint.steps import clear_leftovers, old_path, partial_path, restore_old, step_path
+from braid.checkpoint.steps import clear_leftovers, delete, old_path, partial_path, restore_old, step_path
 from braid.errors import CheckpointError
 
 CHUNK_BYTES = 64 * 2**20
@@ -245,7 +245,8 @@ def commit(
         partial.rename(target)
         _sync_directory(root)
     # The step is in place already: if this fails, the next save cleans up.
-    shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):
+        delete(old)
     return target
 
 

@@ -68,7 +68,7 @@ def clear_leftovers(root: Path) -> None:
     successor."""
     for step, suffix, path in _entries(root):
         if suffix in (".partial", ".removed"):
-            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+            delete(path)
         elif suffix == ".old":
             restore_old(root, step)
 
@@ -79,9 +79,14 @@ def restore_old(root: Path, step: int) -> None:
     if not old.exists():
         return
     if current.exists():
-        shutil.rmtree(old)
+        delete(old)
     else:
         old.rename(current)
+
+
+def delete(path: Path) -> None:
+    """Delete an entry; of a checkpoint that is a link to another place, the link."""
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def _entries(root: Path) -> list[tuple[int, str, Path]]:

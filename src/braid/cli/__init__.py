@@ -32,8 +32,11 @@ from braid.cli.trace import trace
 from braid.cli.train import train
 from braid.cli.watch import watch
 from braid.console import warn
-from braid.errors import BraidError, ConfigError, ExitCode
+from braid.errors import BraidError, ConfigError, ExitCode, shortened
 from braid.validators import nearest
+
+PLACES = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.EIO, errno.ESTALE, errno.EDQUOT})
+"""Errors that come from the place of a file, wherever braid opens it: no bug."""
 
 
 def _plan(args: list[str]) -> int:
@@ -84,9 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warn(f"{error.filename}: this user may not read or write it: change its permissions, or give another")
         return ExitCode.CONFIG
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno == errno.ENOSPC:
+            warn(f"the disk is full: cannot write {error.filename or 'the output'}")
+        elif error.errno in PLACES and error.filename is not None:
+            warn(f"{shortened(str(error.filename))}: {error.strerror}: give another")
+        else:
             raise
-        warn(f"the disk is full: cannot write {error.filename or 'the output'}")
         return ExitCode.CONFIG
 
 

@@ -20,6 +20,8 @@ TAKES_RECIPE = ("train", "plan", "show", "prove", "grid")
 """Commands that take a run."""
 WORLD_SIZE = "WORLD_SIZE"
 """The variable of launchers."""
+MAX_DIGITS = 18
+"""Of a number of ranks."""
 
 
 class RunSource(NamedTuple):
@@ -79,7 +81,8 @@ def _world(options: Sequence[str], environment: Mapping[str, str]) -> int:
     asked = [after for option, after in pairwise([*options, ""]) if option == "--world"]
     asked += [option.removeprefix("--world=") for option in options if option.startswith("--world=")]
     asked += [environment[WORLD_SIZE]] if WORLD_SIZE in environment else []
-    return int(asked[0]) if asked and asked[0].isdecimal() and int(asked[0]) > 0 else 1
+    readable = bool(asked) and asked[0].isdecimal() and len(asked[0]) <= MAX_DIGITS
+    return max(1, int(asked[0])) if readable else 1
 
 
 def _with_tokenizer(run: Run, newest: Path) -> Run:

@@ -28,7 +28,7 @@ from braid.cli.step_bar import step_bar
 from braid.config import Run, to_json
 from braid.console import flush_at_exit
 from braid.errors import BraidError, ConfigError, ExitCode, PreemptedError, Problem
-from braid.planning.divisibility import describe_mesh
+from braid.planning.divisibility import describe_mesh, most_ranks
 from braid.planning.modules import encoder_size
 from braid.planning.plan import Plan, check
 from braid.planning.plan import plan as make_plan
@@ -187,9 +187,9 @@ def _checked_plan(opts: TrainOptions, world: int) -> Plan:
     problems = check(opts.run, world)
     persistent = check(opts.run, world + 1) if problems else []
     if problems and not any(problem in persistent for problem in problems):
-        from braid.launch.worker_pool import nearest_worlds
+        from braid.launch.elastic import nearest_worlds
 
-        near = nearest_worlds(lambda other: not check(opts.run, other), world)
+        near = nearest_worlds(_fits(opts.run), world, most_ranks(opts.run))
         if near:
             why = "; ".join(f"{problem.field} = {problem.value} {problem.rule}" for problem in problems)
             fitting = " and ".join(str(other) for other in near)

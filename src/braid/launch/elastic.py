@@ -15,12 +15,24 @@ from pathlib import Path
 START_FAILURES = 2
 """Failures in a row before a step was done that put a slot out of service."""
 
-_LINE = re.compile(r"(\d+)\b")
+SEARCH_RANGE = 1024
+"""How many world sizes `nearest_worlds` tries in each direction."""
+
+_LINE = re.compile(r"(\d{1,9})\b", re.ASCII)
 
 
 def largest_world(fits: Callable[[int], bool], available: int, smallest: int) -> int | None:
     """The largest world from `smallest` to `available` that fits; None if there is none."""
     return next((world for world in range(available, smallest - 1, -1) if fits(world)), None)
+
+
+def nearest_worlds(fits: Callable[[int], bool], world: int, most: int) -> tuple[int, ...]:
+    """The nearest smaller and the nearest larger world size that fit, if they are within reach. None above
+    `most` fits."""
+    below = min(world - 1, most)
+    smaller = next((n for n in range(below, max(0, below - SEARCH_RANGE), -1) if fits(n)), None)
+    larger = next((n for n in range(max(1, world + 1), min(world + SEARCH_RANGE, most) + 1) if fits(n)), None)
+    return tuple(n for n in (smaller, larger) if n is not None)
 
 
 class Slots:

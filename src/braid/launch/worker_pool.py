@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -63,9 +63,6 @@ FINAL = frozenset(
 PR_SET_PDEATHSIG = 1
 """prctl(2): sets the signal that a process receives when its parent dies."""
 
-SEARCH_RANGE = 1024
-"""How many larger world sizes `nearest_worlds` tries."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerExit:
@@ -91,7 +88,8 @@ class WorkerExit:
     @property
     def how(self) -> str:
         if self.status < 0:
-            return f"was killed by {signal.Signals(-self.status).name}"
+            known = {each.value: each.name for each in signal.Signals}  # those for real time have no names
+            return f"was killed by {known.get(-self.status, f'signal {-self.status}')}"
         return f"ended with exit code {self.status}"
 
     @property
@@ -384,10 +382,3 @@ def check_gpus(world: int, device: str) -> None:
             f"--world {world} needs {world} GPUs, torch sees {gpus}: "
             f"set {f'--world {gpus} or ' if gpus else ''}--device cpu"
         )
-
-
-def nearest_worlds(fits: Callable[[int], bool], world: int) -> tuple[int, ...]:
-    """The nearest smaller and the nearest larger world size that fit, if they exist."""
-    smaller = next((n for n in range(world - 1, 0, -1) if fits(n)), None)
-    larger = next((n for n in range(max(1, world + 1), world + SEARCH_RANGE + 1) if fits(n)), None)
-    return tuple(n for n in (smaller, larger) if n is not None)

@@ -7,6 +7,7 @@ is a multiple of tp · cp · pp.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -78,6 +79,13 @@ def tp_runs(model: Trunk, kinds: frozenset[Kind], tp: int) -> frozenset[int]:
         Kind.DELTA_NET: model.delta_net and model.delta_net.key_heads,
     }
     return frozenset(tp // count for kind, count in counts.items() if kind in kinds and count and count < tp)
+
+
+def most_ranks(run: Run) -> int:
+    """A world size above which none fits. If the mesh has ranks of its own, nothing is said about others."""
+    mesh = run.mesh
+    # Every data-parallel rank has a sample of its own in a step.
+    return sys.maxsize if mesh.ranks is not None else mesh.tp * mesh.cp * mesh.pp * run.train.batch_samples
 
 
 def smallest_world(mesh: Mesh) -> int:

@@ -21,6 +21,7 @@ from braid.nn.moe import token_dispatcher
 from braid.nn.moe.dispatch_plan import Dispatcher
 from braid.planning.divisibility import local_shape
 from braid.planning.plan import Plan
+from braid.planning.rules import addressable_tensors
 from braid.planning.trained import adapts_experts
 from braid.precision import precision_of
 
@@ -44,6 +45,7 @@ def choose_kernels(plan: Plan, device: torch.device) -> kernels.Kernels:
     return replace(chosen, grouped_mlp=experts)
 
 
+@addressable_tensors("model")
 def build_local_model(
     plan: Plan,
     groups: Groups,
@@ -78,6 +80,7 @@ def choose_encoder_kernels(plan: Plan, name: str, device: torch.device) -> kerne
     return kernels.choose(shape, encoder.layout.kinds(), device, DTYPES[train.dtype], train.kernels)
 
 
+@addressable_tensors("modules")
 def build_local_encoder(
     plan: Plan,
     name: str,

@@ -21,6 +21,7 @@ from braid.model.declaration import Form, form_of
 from braid.pattern import Layout, PatternError, Stage, cut, joined, parse
 from braid.planning import divisibility, trained
 from braid.planning.divisibility import AxisSizes
+from braid.planning.rules import addressable_tensors
 from braid.planning.trained import Selection
 from braid.schedule.graph import LANGUAGE, Segment, unit_name
 from braid.schedule.phases import Phase, Unit
@@ -177,6 +178,7 @@ def whole_encoder(plan: ModulePlan) -> EncoderModel:
     return on_meta(plan.module, plan.layout)
 
 
+@addressable_tensors("modules")
 def on_meta(module: Module, layout: Layout, dtype: Dtype = "fp32") -> EncoderModel:
     import torch
 

@@ -408,6 +408,7 @@ def canonical_names(plan: Plan) -> dict[str, tuple[int, ...]]:
     }
 
 
+@rules.addressable_tensors("model")
 def _whole_model(run: Run, layout: Layout, dtype: Dtype = "fp32") -> LanguageModel:
     import torch
 
@@ -534,7 +535,7 @@ def _layers(model: Model, mesh: Mesh) -> Iterator[Problem]:
         elif mesh.pp >= 1:
             cut(layout, mesh.pp)
     except PatternError as error:
-        caret = f"{error.text}\n{' ' * error.position}^".replace("\n", "\n        ")
+        caret = error.excerpt.replace("\n", "\n        ")
         yield Problem(
             field="model.pattern",
             value=model.pattern,

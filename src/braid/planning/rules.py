@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from braid.choices import BYTE_VOCAB
 from braid.config import Run
-from braid.errors import Problem
+from braid.errors import ConfigError, Problem
 from braid.pattern import Kind, PatternError, parse
+
+
+@contextmanager
+def addressable_tensors(where: str) -> Iterator[None]:
+    """While a model is built: refuse a tensor of more bytes than 64 bits count."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if "verflow" not in str(error):
+            raise
+        raise ConfigError(
+            f"{where}: a tensor of these sizes has more bytes than a machine can address: {error}\n"
+            "  set   lower sizes, such as hidden, vocab or ffn"
+        ) from error
 
 
 def vocab(run: Run) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ import torch
 import braid
 from braid.config import Run, from_json, to_json
 from braid.console import warn
+from braid.train import json_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +70,7 @@ def this_launch(run: Run, *, step: int, world: int, device: str, command: str) -
 def append(file: Path, launch: Launch) -> None:
     """Add a line. A disk that is full or read-only costs the record, not the run."""
     try:
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(asdict(launch)) + "\n")
+        json_lines.append(file, json.dumps(asdict(launch)))
     except OSError as error:
         warn(f"cannot write {file}: {error.strerror}; training continues without it")
 

@@ -6,6 +6,7 @@ of later steps to metrics-cut.jsonl, so that every step appears once and nothing
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 from braid.console import warn
 from braid.errors import ConfigError, how_to_install
+from braid.train.json_lines import cut_lines_after, write_line
 
 Value = float | int | None
 
@@ -44,7 +46,7 @@ class Metrics:
             if restarted and file.exists():
                 self._stopped = file.stat().st_mtime
             cut_lines_after(file, after_step)
-            self._lines = file.open("ab", buffering=0)
+            self._lines = io.FileIO(file, "a")
         except OSError as error:
             raise ConfigError(
                 f"{file} cannot be written: {error.strerror or error}\n"
@@ -57,11 +59,11 @@ class Metrics:
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Write one line. JSON has no inf or nan: they become null."""
         if self._stopped is not None:
-            recovery_s, self._stopped = time.time() - self._stopped, None
+            recovery_s, self._stopped = max(0.0, time.time() - self._stopped), None
             warn(f"restarted: step {step} is done, {recovery_s:.1f} s after the last step before the failure")
             metrics = {**metrics, "recovery_s": recovery_s}
         line = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
-        self._write(json.dumps(line) + "\n")
+        self._write(json.dumps(line))
         for listener in self._listeners:
             listener.log(step, metrics)
 
@@ -70,7 +72,7 @@ class Metrics:
         try:
             if os.fstat(self._lines.fileno()).st_nlink == 0:
                 self._reopen()
-            self._lines.write(line.encode())
+            write_line(self._lines, line)
         except OSError as error:
             if not self._lost:
                 warn(f"cannot write {self._lines.name}: {error.strerror}; training continues without it")
@@ -81,7 +83,7 @@ class Metrics:
         warn(f"{self._file} was deleted while the run writes to it: what was in it is lost, a new one begins")
         self._lines.close()
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._lines = self._file.open("ab", buffering=0)
+        self._lines = io.FileIO(self._file, "a")
 
     def __enter__(self) -> Metrics:
         return self
@@ -109,31 +111,6 @@ class NullMetrics:
 
 def _finite(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def cut_lines_after(file: Path, step: int) -> None:
-    """Move the lines of a JSONL file whose step is later to another file beside it."""
-    if not file.exists():
-        return
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [line for line in lines if _step_of(line) <= step]
-    cut = [line for line in lines if _step_of(line) > step]
-    if not cut:
-        return
-    # The copy first: a process that is killed in between leaves lines twice rather than nowhere.
-    with file.with_name(f"{file.stem}-cut{file.suffix}").open("a", encoding="utf-8") as copy:
-        copy.write("".join(line + "\n" for line in cut))
-    fresh = file.with_suffix(".jsonl.new")
-    fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(fresh, file)
-
-
-def _step_of(line: str) -> float:
-    """The step of a line; infinity for a line that was only partly written, so that it is cut."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
 
 
 class TensorBoard:

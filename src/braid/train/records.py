@@ -152,7 +152,7 @@ def read_status(file: Path) -> Status | None:
     """None if there is none, as for a run of an older version, or it cannot be read."""
     try:
         return Status.from_json(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

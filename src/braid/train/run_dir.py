@@ -55,13 +55,13 @@ class RunDir:
         """Create the folder and hold an exclusive lock on it. The lock ends with the process."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            lock = os.fdopen(os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o666), "r+")
+            lock = os.fdopen(os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o666), "r+", errors="replace")
         except OSError as error:
             raise self._unusable(error) from error
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 lock.seek(0)
                 owner = lock.read().strip() or "another one"
                 if owner == str(os.getpid()):
@@ -71,6 +71,8 @@ class RunDir:
                 raise ConfigError(
                     f"process {owner} is training into {self.out}: wait for it, or set another --out"
                 ) from None
+            except OSError as error:  # a filesystem without locks
+                raise self._unusable(error) from error
             try:
                 # Unbuffered: what does not fit on a full disk would fail again when the file is closed.
                 os.ftruncate(lock.fileno(), 0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from braid.console import say, warn
 from braid.data.prompts import Prompt
 from braid.errors import ConfigError, DataError
-from braid.train.metrics import cut_lines_after
+from braid.train.json_lines import append, cut_lines_after
 
 TEMPERATURE = 0.8
 
@@ -31,7 +31,15 @@ class TextSamples:
         self._file, self._seed, self._writes, self._quiet = file, seed, writes, quiet
         self._failed = False
         if writes:
-            cut_lines_after(file, after_step)
+            try:
+                if file.exists():
+                    cut_lines_after(file, after_step)
+                    file.open("ab").close()
+            except OSError as error:
+                raise ConfigError(
+                    f"{file} cannot be written: {error.strerror or error}\n"
+                    "  set   another --out, or move away what is in the way; a full disk needs space"
+                ) from error
 
     def write(self, step: int, prompts: Sequence[str | Prompt], generate: Generate) -> None:
         """Continue every prompt. One that the model cannot read is an error of all ranks, and ends samples."""
@@ -50,8 +58,7 @@ class TextSamples:
 
     def _append(self, line: dict[str, object]) -> None:
         try:
-            with self._file.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(line) + "\n")
+            append(self._file, json.dumps(line))
         except OSError as error:
             warn(f"cannot write {self._file}: {error.strerror}; training continues without it")
 

@@ -27,6 +27,8 @@ from braid.launch.diagnosis import Diagnosis, PeerState, Straggler
 EVERY_S = 1.0
 EVERY_PER_RANK_S = 1e-3
 """Time between writes: grows with the number of ranks, all of which are written."""
+MOST = 2**53
+"""Above every number of a status; also in seconds since 1970."""
 
 
 class RunState(Enum):
@@ -88,17 +90,17 @@ class Status:
 
 
 def _check_types(status: Status) -> None:
-    """Raise a `TypeError` for a value of another type."""
-    numbers: list[object] = [status.time]
-    counts: list[object] = [status.process, status.world]
+    """Raise a `TypeError` for a value of another type, or a number that no run has."""
+    numbers: list[float] = [status.time]
+    counts: list[int] = [status.process, status.world]
     texts: list[object] = [status.host, status.text]
     for each in status.ranks:
         numbers += [each.for_s, each.silent_s, 0.0 if each.slow is None else each.slow]
         counts += [each.rank, each.step]
         texts += [each.host, each.doing]
     if not (
-        all(type(each) in (int, float) for each in numbers)
-        and all(type(each) is int for each in counts)
+        all(type(each) in (int, float) and abs(each) < MOST for each in numbers)
+        and all(type(each) is int and 0 <= each < MOST for each in counts)
         and all(type(each) is str for each in texts)
     ):
         raise TypeError("a field has a value of another type")

@@ -87,6 +87,10 @@ def _check_counters(path: Path, manifest: checkpoint.Manifest) -> None:
     counters = [(name, extra[name], most) for name, most in limits.items() if name in extra]
     for of in ("module_updates", "own_updates"):
         by_name = extra.get(of, {})
+        if not isinstance(by_name, dict):
+            raise CheckpointError(
+                f"{path} is of no possible run\n  {of} must be an object, with counts by name"
+            )
         counters += [(f"{of}[{each}]", by_name[each], step) for each in by_name]
     ends = {MOST: "2**63 - 1", step: f"the step, {step}"}
     wrong = [
@@ -145,7 +149,7 @@ def saved_models(path: Path) -> dict[str, Trunk]:
         }
         for model in models.values():
             parse(model.pattern)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} has model settings that this braid cannot read: {error}; use the braid that wrote it"
         ) from error

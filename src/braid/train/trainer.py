@@ -365,13 +365,14 @@ class Trainer:
         train = self.plan.run.train
         if not train.sample_every:
             return None
-        samples = TextSamples(
-            self.run_dir.samples,
-            after_step=self.state.step,
-            seed=train.seed,
-            writes=self.process.rank == 0,
-            quiet=self._quiet,
-        )
+        with fail_together(self.process.world_group):
+            samples = TextSamples(
+                self.run_dir.samples,
+                after_step=self.state.step,
+                seed=train.seed,
+                writes=self.process.rank == 0,
+                quiet=self._quiet,
+            )
         prompts: list[str | Prompt] = [*train.sample_prompts]
         if not prompts:
             prompts = [(self.stored_prompt() if self.data.images else None) or self.data.prompt]
