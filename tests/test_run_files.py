@@ -153,7 +153,7 @@ BOMB = "a0: &a0 [0]\n" + "".join(f"a{i + 1}: &a{i + 1} [{f'*a{i},' * 9}]\n" for 
         ("run.json", "[]", r"run\.json:1: run = \[\]: must be an object with the fields of Run"),
         ("run.yaml", "", r"the run file .*run\.yaml is empty: `braid show tiny --json` prints one"),
         ("run.yaml", "# nothing yet", r"run = None: must be an object"),
-        ("run.json", b"\xff\xfe", r"the run file .*run\.json is not UTF-8 text: invalid start byte at byte 0"),
+        ("run.json", b"\xff\xfe", r"cannot read the run file .*run\.json: it is not UTF-8 text: invalid start"),
         ("run.yaml", "a: [1\nb: 2", r"run\.yaml:2: is not YAML: expected ',' or ']'"),
         ("run.yaml", "a: 1\n---\nb: 2", "is not YAML: but found another document"),
         ("run.yaml", "a: !!python/object/apply:os.system [x]", r"run\.yaml:1: has the tag tag:yaml"),
@@ -214,3 +214,5 @@ def test_a_rule_that_is_broken_names_the_run_and_the_line_of_the_file(tmp_path, 
     ]
     assert main(["plan", "tiny", "--optim.lr=-2"]) == ExitCode.CONFIG
     assert capsys.readouterr().err.splitlines()[0] == "braid: tiny: invalid settings: 1 problem"
+    assert main(["plan", str(file), "--train.steps=1", "--optim.lr=1", "--load", "0"]) == ExitCode.CONFIG
+    assert capsys.readouterr().err.splitlines()[0] == "braid: invalid settings: 1 problem"  # not of the run

@@ -142,6 +142,13 @@ class PreemptedError(BraidError):
     exit_code = ExitCode.PREEMPTED
 
 
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, without the number of the error and the name of the file."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 text: {error.reason} at byte {error.start}"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def enumeration(parts: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)

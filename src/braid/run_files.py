@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.config import Run, from_json, json_problems
-from braid.errors import ConfigError, how_to_install
+from braid.errors import ConfigError, how_to_install, reason
 from braid.json_fields import JsonPath
 
 SUFFIXES = (".json", ".yaml", ".yml")
@@ -58,12 +58,8 @@ def field_lines(file: Path) -> dict[str, int]:
 def _content(file: Path) -> _Content:
     try:
         text = file.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"cannot read the run file {file}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"the run file {file} is not UTF-8 text: {error.reason} at byte {error.start}"
-        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the run file {file}: {reason(error)}") from None
     if not text.strip():
         raise ConfigError(f"the run file {file} is empty: `braid show tiny --json` prints one")
     return _from_json_text(text, file) if file.suffix.lower() == ".json" else _from_yaml_text(text, file)

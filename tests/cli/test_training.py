@@ -16,7 +16,7 @@ import torch
 
 from braid import checkpoint
 from braid.cli import main
-from braid.cli.next_steps import next_commands, program
+from braid.cli.next_steps import next_commands, program, prompt_of
 from braid.errors import ExitCode
 from braid.planning.plan import plan
 from tests.commands import start
@@ -221,6 +221,17 @@ def test_as_many_ranks_are_started_again_whoever_started_them(given, environment
     assert shlex.split(generate) == [*PROGRAM, "generate", "out", "--prompt", "class "]
     fields = ["--mesh.tp", "2", "--train.steps=8", *globs]
     assert shlex.split(show) == [*PROGRAM, "show", "my recipe.py:small", *fields, "--world", "2"]
+
+
+def test_what_to_generate_from_suits_the_data(tmp_path):
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "chat_template.jinja").write_text("{{ messages }}")
+    notes, chats = str(tmp_path / "notes"), str(tmp_path / "chats")
+    assert prompt_of((), "def ").options == ["--prompt", "class "]  # the standard library
+    assert prompt_of((notes,), "\nTo do today:\n- read").options == ["--prompt", "To do today:"]
+    assert prompt_of((notes,), "\x1b[2J").options == ["--prompt", "The "]
+    assert prompt_of((notes,), "").options == ["--prompt", "The "]
+    assert prompt_of((notes, chats), "<|im_start|>").options == ["--chat"]
 
 
 def test_ranks_name_the_program_that_started_them():

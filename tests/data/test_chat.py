@@ -265,7 +265,7 @@ def test_what_cannot_be_used_is_named_and_counted(workers: str, folder: Path, tm
     words[words.index(str(tmp_path / "out"))] = str(tmp_path / "none")
     assert main([*words, "--input", str(tmp_path / "all.jsonl")]) == ExitCode.DATA
     told = capsys.readouterr()
-    assert "no conversation in 1 files can be used" in told.err
+    assert f"no conversation in {tmp_path / 'all.jsonl'} can be used" in told.err
     assert f"{tmp_path / 'all.jsonl'}, line 2: has the fields" in told.err
     assert not (tmp_path / "none").exists()
 

@@ -69,7 +69,7 @@ def _shares_option(field: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Mapping
         return None
     return PrimitiveConstructorSpec(
         nargs="*",
-        metavar="[GLOB FLOAT [GLOB FLOAT ...]]",
+        metavar="[NAME FLOAT [NAME FLOAT ...]]",
         instance_from_str=_parse_shares,
         is_instance=lambda value: isinstance(value, Mapping),
         str_from_instance=lambda shares: [word for pair in shares.items() for word in map(str, pair)],
@@ -78,7 +78,7 @@ def _shares_option(field: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Mapping
 
 def _parse_shares(words: list[str]) -> dict[str, float]:
     if len(words) % 2:
-        raise ValueError(f"{words[-1]!r} has no number: give pairs of a glob and a number")
+        raise ValueError(f"{words[-1]!r} has no number: give pairs of a name and a number")
     return {glob: float(share) for glob, share in zip(words[::2], words[1::2], strict=True)}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from braid.errors import ConfigError, DataError
+from braid.errors import ConfigError, DataError, reason
 
 if TYPE_CHECKING:
     from braid.data.chat import ChatTemplate, Conversation
@@ -47,7 +47,7 @@ def read_messages(file: Path) -> Conversation:
     try:
         given = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file}: is no JSON file that can be read: {error}") from None
+        raise DataError(f"{file}: is no JSON file that can be read: {reason(error)}") from None
     try:
         return conversation_of({"messages": given} if isinstance(given, list) else given)
     except DataError as error:

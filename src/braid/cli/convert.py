@@ -19,6 +19,7 @@ from typing import Annotated, Literal, TypeVar
 from braid.cli.args import optional, parse_options, split_positional, wants_help
 from braid.cli.generate import CHECKPOINT_HELP
 from braid.cli.next_steps import program
+from braid.cli.plan_tables import size_text
 from braid.cli.progress import bar
 from braid.errors import ConfigError, ExitCode
 
@@ -165,5 +166,4 @@ def _print_notes(notes: Iterable[str]) -> None:
 
 def _rate(size: int, seconds: float) -> str:
     """Bytes that were converted, and how fast: the bar shows it only on a terminal."""
-    mib = size / 2**20
-    return f"{mib:.1f} MiB in {seconds:.1f} s, {mib / max(seconds, 1e-3):.1f} MiB/s"
+    return f"{size_text(size)} in {seconds:.1f} s, {size_text(size / max(seconds, 1e-3))}/s"

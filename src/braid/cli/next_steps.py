@@ -22,15 +22,31 @@ class Prompt(NamedTuple):
 
     text: str = "class "
     images: Sequence[Path] = ()
+    chat: bool = False
+    """A conversation, whose turns are typed."""
 
     @property
     def options(self) -> list[str]:
+        if self.chat:
+            return ["--chat"]
         images = ["--image", *map(str, self.images)] if self.images else []
         return [*images, "--prompt", self.text]
 
 
 TEXT = Prompt()
 """A prompt for any model of code."""
+
+
+def prompt_of(sources: Sequence[str], beginning: str) -> Prompt:
+    """What to generate from after training on these sources, of which a document has this beginning."""
+    from braid.data.chat import TEMPLATE
+
+    if any((Path(source) / TEMPLATE).is_file() for source in sources):
+        return Prompt(chat=True)
+    if not sources:
+        return TEXT
+    first, *_ = [*beginning.strip().splitlines(), ""]
+    return Prompt(first if first and first.isprintable() else "The ")
 
 
 def program(environment: Mapping[str, str] = MappingProxyType({})) -> Sequence[str]:

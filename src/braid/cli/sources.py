@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from braid.train.stored_run import refuse_at_once
 
 TAKES_RECIPE = ("train", "plan", "show", "prove", "grid")
 """Commands that take a run."""
+FIELDS = frozenset(field.name for field in fields(Run))
 WORLD_SIZE = "WORLD_SIZE"
 """The variable of launchers."""
 MAX_DIGITS = 18
@@ -65,6 +66,8 @@ def with_origin(error: ConfigError, args: Sequence[str]) -> str:
         return str(error)
     name = args[1]
     options = {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args[2:]}
+    if not any(problem.field.partition(".")[0] in FIELDS for problem in error.problems):
+        return str(error)  # of an option that is no field of a run
     lines = field_lines(Path(name)) if is_run_file(name) and Path(name).is_file() else {}
     head, *_ = str(error).splitlines()
     text = [f"{name}: {head}"]

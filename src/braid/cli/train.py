@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from braid import validators
 from braid.cli.args import optional, parse_options, perfetto_hint, split_positional
-from braid.cli.next_steps import PROGRAM, Prompt, next_commands, program
+from braid.cli.next_steps import PROGRAM, Prompt, next_commands, program, prompt_of
 from braid.cli.plan_notes import graph_lines, ineffective_options, schedule_summary, trained_summaries
 from braid.cli.progress import bar
 from braid.cli.recipes import RunFields, expand_recipe_help
@@ -440,7 +440,8 @@ def _sample(trainer: Trainer) -> tuple[Sequence[tuple[str, str]], Prompt]:
 
     tokens = SAMPLE_TOKENS if trainer.plan.world == 1 else DISTRIBUTED_SAMPLE_TOKENS
     data, run = trainer.data, trainer.plan.run
-    prompt, shown = (Prompt(data.prompt, data.images) if data.images else Prompt()), ""
+    shown, sources = "", run.data.sources
+    prompt = Prompt(data.prompt, data.images) if data.images else prompt_of(sources, data.prompt)
     try:
         stored = None if data.images else trainer.stored_prompt()
         text = trainer.generate(stored or data.prompt, images=data.images, tokens=tokens, seed=run.train.seed)

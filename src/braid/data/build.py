@@ -199,7 +199,8 @@ def _check_filled(
     documents = sum(writer.documents for writer in writers)
     if documents == 0 and (refused := [each.why for each in skipped if each.why]):
         listed = "\n  ".join(first_of(refused))
-        raise DataError(f"no conversation in {len(files)} files can be used\n  {listed}")
+        in_files = str(files[0]) if len(files) == 1 else f"{len(files)} files"
+        raise DataError(f"no conversation in {in_files} can be used\n  {listed}")
     if documents == 0:
         given = f"{files[0]} has" if len(files) == 1 else f"{len(files)} files have"
         why = f": {len(skipped)} not text in UTF-8, or with zero bytes" if skipped else ": nothing to read"

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from braid.data.rows import has_instead, kind_of_json
 from braid.data.tokenizer import CONFIG, Ids, Tokenizer
-from braid.errors import DataError, how_to_install
+from braid.errors import DataError, how_to_install, reason
 
 ASSISTANT = "assistant"
 TEMPLATE = "chat_template.jinja"
@@ -399,4 +399,4 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the chat template {file}: {error}") from None
+        raise DataError(f"cannot read the chat template {file}: {reason(error)}") from None

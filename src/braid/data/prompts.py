@@ -30,7 +30,7 @@ from braid.data.loader import Loader
 from braid.data.media import in_words
 from braid.data.rows import MediaFiles, Part, parts_of
 from braid.data.tokenizer import Tokenizer
-from braid.errors import DataError
+from braid.errors import DataError, reason
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,7 +103,7 @@ def read_parts(file: Path) -> tuple[Part, ...]:
     try:
         given = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file}: is no JSON file that can be read: {error}") from None
+        raise DataError(f"{file}: is no JSON file that can be read: {reason(error)}") from None
     if not isinstance(given, list):
         raise DataError(
             f'{file}: is {json.dumps(given)[:100]}; a prompt is a list of parts, such as [{{"image": '

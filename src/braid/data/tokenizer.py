@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from braid.data.files import sha256_of_json
-from braid.errors import DataError, how_to_install
+from braid.errors import DataError, how_to_install, reason
 
 Ids = npt.NDArray[np.int64]
 Description = Mapping[str, Any]
@@ -142,7 +142,7 @@ class HfTokenizer:
         try:
             definition = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot read the tokenizer {file}: {error}") from None
+            raise DataError(f"cannot read the tokenizer {file}: {reason(error)}") from None
         try:
             return cls(definition, end_of_document, eos_token_of(file.parent))
         except DataError as error:
