@@ -104,6 +104,24 @@ def test_without_a_cluster_lengths_are_relative_and_that_is_said(
     assert "Where the time goes" not in text
 
 
+def test_a_file_of_another_kind_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notes = tmp_path / "notes"
+    for option, held in (("html", "<html>mine"), ("svg", "to do"), ("trace", '{"step": 1}')):
+        notes.write_text(held)
+        assert main(["plan", "tiny", f"--{option}", str(notes)]) == 2
+        assert f"--{option} {notes} is a file of another kind, and would be lost" in capsys.readouterr().err
+        assert notes.read_text() == held
+        for earlier in ("", "its own"):  # an empty file, and the one that the first command wrote
+            if not earlier:
+                notes.write_text(earlier)
+            assert main(["plan", "tiny", f"--{option}", str(notes)]) == 0
+            capsys.readouterr()
+    notes.write_text("to do")
+    assert main(["train", "tiny", "--trace", str(notes), "--out", str(tmp_path / "run")]) == 2
+    assert "is a file of another kind, and would be lost" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 class Tags(HTMLParser):
     """Tags that are open, and the tables of a page by the heading before them."""
 

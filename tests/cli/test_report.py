@@ -199,7 +199,7 @@ def test_a_page_replaces_pages_only(tmp_path: Path, capsys: pytest.CaptureFixtur
     metrics = folder / "metrics.jsonl"
     before = metrics.read_text()
     assert main(["report", str(folder), "--out", str(metrics)]) == 2
-    assert f"--out {metrics} is no page" in capsys.readouterr().err
+    assert f"--out {metrics} is a file of another kind, and would be lost" in capsys.readouterr().err
     assert metrics.read_text() == before
     assert main(["report", "--out", str(tmp_path / "report.html"), str(folder)]) == 2
     assert "needs folders of runs before its options" in capsys.readouterr().err

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from braid.timing.predict import Prediction
 
 _MILLISECOND = 1e-3
+PAGE, TRACE = "<!doctype", '{"traceEvents"'
+"""How pages and traces begin."""
+KIND = 9
+"""Characters at the beginning of a file that tell its kind."""
 RELATIVE = "lengths are relative; `braid plan --cluster NAME` predicts seconds"
 
 
@@ -66,8 +70,21 @@ def write_trace(found: PlanTimeline, file: Path) -> None:
     write("trace", file, json.dumps(trace))
 
 
+def is_other_kind(file: Path, beginning: str) -> bool:
+    """Whether a file holds something else than what begins like this: somebody's notes, the metrics of a run."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        held = opened.read(64).lstrip().lower()
+    return bool(held) and not held.startswith(beginning.lower().encode())
+
+
 def write(option: str, file: Path, text: str) -> None:
-    """Write the file of an option."""
+    """Write the file of an option, which may replace an earlier one of its kind."""
+    if is_other_kind(file, text[:KIND]):
+        raise ConfigError(
+            f"--{option} {file} is a file of another kind, and would be lost: choose another file"
+        )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")

@@ -69,7 +69,7 @@ def show(args: list[str]) -> int:
         ("layers", f"{len(plan.layout.layers)} in {len(plan.layout.blocks)} blocks"),
         *_parameters(plan),
         ("step", f"{plan.step_tokens:,} tokens"),
-        ("micro-batch", f"{plan.micro_batch_samples} samples"),
+        ("micro-batch", f"{plan.micro_batch_samples} sample{'s' * (plan.micro_batch_samples > 1)}"),
         *(("precision" if i == 0 else "", text) for i, text in enumerate(_precision(plan))),
     ):
         print(f"{field:<{width}}  {value}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from braid.cli.args import parse_options, wants_help
-from braid.cli.plan_files import write
+from braid.cli.plan_files import PAGE, is_other_kind, write
 from braid.cli.plan_tables import size_text
 from braid.errors import ConfigError, ExitCode
 
@@ -45,8 +45,8 @@ def report(args: list[str]) -> int:
             records.append(read_run(folder))
         except ConfigError as error:
             wrong.append(str(error))
-    if opts.out.is_file() and not _is_page(opts.out):
-        wrong.append(f"--out {opts.out} is no page, and would be lost: choose another file")
+    if is_other_kind(opts.out, PAGE):
+        wrong.append(f"--out {opts.out} is a file of another kind, and would be lost: choose another file")
     if wrong:
         raise ConfigError("\n".join(wrong))
     for record in records:
@@ -59,9 +59,3 @@ def report(args: list[str]) -> int:
     steps = ", ".join(f"{record.name}: {len(record.curves.steps):,} steps" for record in records)
     print(f"{opts.out}: {steps}; {size_text(len(text.encode()))}, open it in a browser")
     return ExitCode.OK
-
-
-def _is_page(file: Path) -> bool:
-    """Whether a file may be replaced by a page: not the metrics of a run, or somebody's notes."""
-    with file.open("rb") as opened:
-        return opened.read(64).lower().lstrip()[:9] in (b"<!doctype", b"")

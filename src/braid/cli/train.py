@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from braid import validators
 from braid.cli.args import optional, parse_options, perfetto_hint, split_positional
 from braid.cli.next_steps import PROGRAM, Prompt, next_commands, program, prompt_of
+from braid.cli.plan_files import TRACE, is_other_kind
 from braid.cli.plan_notes import graph_lines, ineffective_options, schedule_summary, trained_summaries
 from braid.cli.progress import bar
 from braid.cli.recipes import RunFields, expand_recipe_help
@@ -197,7 +198,7 @@ def _checked_plan(opts: TrainOptions, world: int) -> Plan:
     problems += validators.at_least("restarts", opts.restarts, 0)
     if opts.min_world is not None:
         problems += _min_world_problems(opts.min_world, opts.run, world)
-    problems += _trace_problems(opts.trace_steps)
+    problems += _trace_problems(opts.trace, opts.trace_steps)
     if problems:
         raise ConfigError(problems)
     if opts.init is None and (opts.init_rules or opts.init_allow or opts.init_modules or opts.init_plan):
@@ -262,7 +263,10 @@ def _parse_trace_steps(text: str) -> range | None:
     return range(int(first), int(last) + 1)
 
 
-def _trace_problems(text: str) -> Iterator[Problem]:
+def _trace_problems(file: Path | None, text: str) -> Iterator[Problem]:
+    if file is not None and is_other_kind(file, TRACE):
+        rule = "is a file of another kind, and would be lost"
+        yield Problem(field="trace", value=str(file), rule=rule, remedy="another file")
     if _parse_trace_steps(text) is None:
         rule = "must be FIRST:LAST, two steps counted from 1, FIRST not after LAST"
         yield Problem(field="trace-steps", value=text, rule=rule, remedy="for example 2:4")
