@@ -20,7 +20,7 @@ FAULTS: tuple[Fault, ...] = (
         file="__main__.py",
         old="sys.stdout.flush()",
         new="pass",
-        kind="statement",
+        kind="lost data",
         why="a command that is terminated shows nothing of what it did where its output goes into a file",
     ),
     # errors

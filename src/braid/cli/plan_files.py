@@ -71,7 +71,7 @@ def write_trace(found: PlanTimeline, file: Path) -> None:
 
 
 def is_other_kind(file: Path, beginning: str) -> bool:
-    """Whether a file holds something else than what begins like this: somebody's notes, the metrics of a run."""
+    """Whether a file holds something else than what begins like this: notes, the metrics of a run."""
     if not file.is_file():
         return False
     with file.open("rb") as opened:
