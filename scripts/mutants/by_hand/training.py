@@ -363,9 +363,9 @@ FAULTS: tuple[Fault, ...] = (
     # what people look at
     Fault(
         name="a-page-replaces-the-metrics",
-        file="cli/report.py",
-        old="if opts.out.is_file() and not _is_page(opts.out):",
-        new="if opts.out.is_file() and not opts.out.stat().st_size:",
+        file="cli/plan_files.py",
+        old="return bool(held) and not held.startswith(beginning.lower().encode())",
+        new="return False",
         kind="lost data",
         why="a mistyped --out of a report overwrites metrics.jsonl",
     ),
