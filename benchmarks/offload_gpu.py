@@ -37,6 +37,7 @@ from braid.nn.offload import HostPool, SlotKey
 from braid.planning.estimate import estimate
 from braid.planning.plan import plan
 from braid.recipes.published import deepseek_v4_like
+from braid.timing.offload import times_on
 from braid.train.build import make_state
 from braid.train.counts import count
 from braid.train.device import choose_device
@@ -144,6 +145,7 @@ def main() -> None:
     shares = results["shares"] = {}
     for share in SHARES:
         chosen = replace(run, train=replace(run.train, offload=share))
+        chosen = times_on(chosen, 1, torch.cuda.get_device_name())
         found = shares[str(share)] = measure(chosen, state)
         if share == 0:
             results["forward"] = forward_seconds(run, state)

@@ -36,6 +36,7 @@ from braid.json_fields import JsonProblem, field_types
 from braid.lora import Lora as Lora
 from braid.optimizer import Optim as Optim
 from braid.precision import precision_of
+from braid.schedule import offload_times
 
 Part = TypeVar("Part")
 
@@ -101,6 +102,8 @@ class Train:
     """Activation offload: share of the blocks, 0 to 1, whose activations wait in host memory for backward."""
     offload_regions: tuple[Offload, ...] = ()
     """Offload of these blocks only what recompute of these regions would drop; empty for all that they save."""
+    offload_times: tuple[str, ...] = ()
+    """Microseconds that place its copies: `[*E]=FORWARD,BACKWARD,OUT,BACK`; empty: those of a known device."""
     kernels: tuple[str, ...] = ("auto",)
     """Kernels: `auto`, `reference` (plain PyTorch) or `fused` (an error if there is none), for all ops or one:
     `auto ssd=reference`."""
@@ -170,6 +173,11 @@ class Train:
             rule = "needs train.offload, the share of the blocks whose regions are offloaded"
             remedy = "train.offload 1 for all blocks, or no regions"
             yield Problem(field=f"{at}.offload_regions", value=self.offload_regions, rule=rule, remedy=remedy)
+        try:
+            offload_times.parsed(self.offload_times)
+        except ValueError as error:
+            rule, remedy = str(error), "the words of `braid plan --cluster NAME`, or none"
+            yield Problem(field=f"{at}.offload_times", value=self.offload_times, rule=rule, remedy=remedy)
         if not 2 <= self.spike_window <= MAX_SPIKE_WINDOW:
             yield Problem(
                 field=f"{at}.spike_window",

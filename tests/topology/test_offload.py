@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from braid.config import Run
+from braid.pattern import parse
 from braid.planning.plan import canonical_names, plan
 from braid.prove.outcome import Outcome, Task, alone, outcome, train_each
+from braid.schedule import Act
 from braid.train.step_work import WITHOUT_ROOM
 from tests.ranks import run_ranks
 from tests.topology.cases import run_of
@@ -49,6 +51,24 @@ def test_ranks_that_share_weights(model, world, words, names, corpus) -> None:
         told = run_ranks(world, train_each, [Task(run=each)], timeout_s=300)
         found.append(outcome([rank for (rank,) in told], shapes, Task(run=each)))
     assert differences(*found) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", ["pp2 all", "pp2 ep2 overlap gradients", "pp2 ep2 dual overlap"])
+def test_hyper_connections_recomputed_on_stages_that_share_weights(words: str, corpus) -> None:
+    """Half of the blocks, placed by given times of which copies are the longest."""
+    run = Topology(world=4, words=words).of(run_of("hyper", corpus, samples=16, micro_batches=8))
+    shapes = canonical_names(plan(run, 4))
+    kinds = dict.fromkeys(map(str, parse(run.model.pattern).blocks))
+    times = tuple(f"{kind}=10,20,25,25" for kind in kinds)
+    away = offloading(run, "hyper", "norm")
+    away = replace(away, train=replace(away.train, offload=0.5, offload_times=times))
+    found = []
+    for each in (run, away):
+        told = run_ranks(4, train_each, [Task(run=each)], timeout_s=300)
+        found.append(outcome([rank for (rank,) in told], shapes, Task(run=each)))
+    assert differences(*found) == []
+    assert any(op.act is Act.RELOAD for ops in plan(away, 4).schedule.ops for op in ops)
 
 
 @pytest.mark.long

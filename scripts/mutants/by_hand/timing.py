@@ -64,10 +64,18 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="offload-that-does-not-hide",
         file="timing/offload.py",
-        old="sum(size <= link * forward[segment] for size in sizes)",
-        new="sum(size <= 2 * link * forward[segment] for size in sizes)",
+        old="<= (1 + LEAST) * kept",
+        new="<= 2 * kept",
         kind="wrong estimate",
         why="the share that is proposed makes every step wait for the link to the host",
+    ),
+    Fault(
+        name="reloads-at-once",
+        file="schedule/host_link.py",
+        old="end = min(begins[copy.needed], follower)",
+        new="end = begins[copy.needed]",
+        kind="dropped term",
+        why="copies back are placed as if the link moved several at a time, so that all but one come late",
     ),
     Fault(
         name="offload-of-inputs-of-regions",

@@ -58,6 +58,7 @@ from braid.cli.plan_time import (
     split_problems,
     time_json,
     time_problems,
+    timed_copies,
 )
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source
@@ -181,6 +182,7 @@ def show_plan(args: list[str]) -> int:
         cut = _cut(opts, limit) if opts.split_by_time else None
         run = opts.run if cut is None else cut.run
         run = _offloading(opts, run) if opts.offload_by_time else run
+        run = run if opts.cluster is None else timed_copies(run, opts.world, opts.cluster, opts.calibration)
         plan = make_plan(run, opts.world)
         facts = None if opts.ops is not None else _found_out(plan, limit, opts, cut)
     if facts is None:

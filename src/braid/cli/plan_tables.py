@@ -70,11 +70,11 @@ def offload_lines(result: Estimate, kept_peak: int | None, hidden: float | None)
         )
     if hidden:
         yield (
-            f"as much as hides behind computation, if the link to the host moves 50 GB/s each way, which no "
-            f"calibration has measured; to train with it: --train.offload {hidden:g}"
+            f"as much as hides behind computation, by predicted seconds; to train with it: "
+            f"--train.offload {hidden:g}"
         )
     elif hidden is not None:
-        yield "no block hides behind computation, if the link to the host moves 50 GB/s each way"
+        yield "no block hides behind computation, by predicted seconds"
 
 
 def verdict(result: Estimate, limit: int) -> str:

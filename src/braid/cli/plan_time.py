@@ -116,6 +116,19 @@ def hidden_on(
     return hidden_offload(run, world, load_cluster(cluster), known, load=load, device=device)
 
 
+def timed_copies(run: Run, world: int, cluster: str, calibration: str | None) -> Run:
+    """A run whose copies to the host stand where they have to on this cluster's device."""
+    if not run.train.offload:
+        return run
+    from braid.timing.calibration import load as load_calibration
+    from braid.timing.links import load_cluster
+    from braid.timing.offload import with_times
+    from braid.timing.predict import calibration_for
+
+    known = None if calibration is None else load_calibration(calibration)
+    return with_times(run, world, calibration_for(load_cluster(cluster), known))
+
+
 def cut_on(
     run: Run, world: int, cluster: str, calibration: str | None, *, load: float, limit: int | None, device: str
 ) -> SplitByTime:

@@ -331,7 +331,7 @@ def _plan_key(run: Run, world: int) -> tuple[Any, ...]:
         *(world, run.model, run.mesh, repr(run.modules), run.trained, run.data.sequence_tokens),
         *(train.batch_samples, train.micro_batches, train.dtype, train.precision, train.kernels),
         *(train.recompute, train.recompute_span, train.offload, train.offload_regions),
-        *(train.graphs, train.lora, optim.name, optim.muon),
+        *(train.offload_times, train.graphs, train.lora, optim.name, optim.muon),
     )
 
 

@@ -135,7 +135,7 @@ def _parse(args: list[str]) -> tuple[TrainOptions, Path]:
 
 def _launch(args: list[str], opts: TrainOptions, out: Path) -> int:
     """Train in this process, or launch the ranks."""
-    opts = _with_fastest(opts, 1 if opts.world is None else opts.world)
+    opts = _on_device(opts, 1 if opts.world is None else opts.world)
     plan = _checked_plan(opts, 1 if opts.world is None else opts.world)
     if opts.min_world is not None and not opts.restarts:
         raise ConfigError(f"--min-world {opts.min_world} is about restarts: set --restarts N too")
@@ -164,6 +164,20 @@ def _launch(args: list[str], opts: TrainOptions, out: Path) -> int:
         )
     finally:
         shutil.rmtree(memory_folder(out, job), ignore_errors=True)
+
+
+def _on_device(opts: TrainOptions, world: int) -> TrainOptions:
+    """The options with what the GPU at hand decides: precision that pays, and where copies of offload stand."""
+    opts, train = _with_fastest(opts, world), opts.run.train
+    if not train.offload or train.offload_times or opts.device == "cpu":
+        return opts
+    import torch
+
+    from braid.timing.offload import times_on
+
+    if not torch.cuda.is_available():
+        return opts
+    return replace(opts, run=times_on(opts.run, world, torch.cuda.get_device_name()))
 
 
 def _with_fastest(opts: TrainOptions, world: int) -> TrainOptions:
@@ -283,7 +297,7 @@ def _worker_plan(args: list[str]) -> tuple[Plan, TrainOptions, Path]:
     env = launch_env_of(os.environ)
     assert env is not None
     if LAUNCHER in os.environ:
-        opts = _with_fastest(opts, env.world)
+        opts = _on_device(opts, env.world)
         return _checked_plan(replace(opts, min_world=None), env.world), opts, out
     if opts.world not in (None, env.world):
         raise ConfigError(
@@ -299,7 +313,7 @@ def _worker_plan(args: list[str]) -> tuple[Plan, TrainOptions, Path]:
         world = largest_world(_fits(opts.run), env.world, opts.min_world) or env.world
         if env.rank == 0 and world < env.world:
             print(f"braid: going on with {world} ranks of {env.world}, the others wait", file=sys.stderr)
-    opts = _with_fastest(opts, world)
+    opts = _on_device(opts, world)
     return _checked_plan(replace(opts, min_world=None), world), opts, out
 
 

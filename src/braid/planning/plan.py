@@ -24,11 +24,11 @@ from braid.planning.divisibility import AxisSizes
 from braid.planning.modules import ModulePlan
 from braid.planning.split import Costs
 from braid.planning.trained import Selection
-from braid.schedule import Schedule
+from braid.schedule import Schedule, offload_times
 from braid.schedule.freezing import freeze_phases
 from braid.schedule.graph import LANGUAGE, Graph, unit_name
 from braid.schedule.lowering import POLICIES, RESIDENT, lowered
-from braid.schedule.offload import with_offloads
+from braid.schedule.offload import Durations, with_offloads
 from braid.schedule.phases import Phase, Unit
 from braid.schedule.recompute import dropped_tensors, with_replays
 from braid.topology import Grid
@@ -341,11 +341,18 @@ def _complete(
         phases = built.phases[each.segments[0] : each.segments[-1] + 1]
         dropped += modules.dropped(run, each, phases)
     built = with_replays(built, run.train.recompute, dropped)
-    built = with_offloads(built, run.train.offload)
+    built = with_offloads(built, run.train.offload, _durations(built, run, layout))
     shared = (run.model.tied or bool(layout.mtp)) and declaration.EMBEDDING not in frozen
     stations = built.graph.stations
     apart = shared and not built.graph.is_local(0, own - 1)
     return schedules.with_sums(built, {"embedding": (*stations[0], *stations[own - 1])} if apart else {})
+
+
+def _durations(schedule: Schedule, run: Run, layout: Layout) -> Durations | None:
+    """What places the copies of offload, if the run has it."""
+    kinds = {int(block.index): str(block) for block in layout.blocks}
+    times = offload_times.parsed(run.train.offload_times)
+    return offload_times.durations(schedule, kinds, times) if times else None
 
 
 def _lowered(

@@ -65,18 +65,30 @@ def recompute(run: Run) -> Iterator[Problem]:
 
 
 def _offload(run: Run) -> Iterator[Problem]:
-    """How much `core` of these mixers saves beside what its recompute would drop is not worked out."""
-    if "core" not in run.train.offload_regions:
+    """How much `core` of these mixers saves beside what its recompute would drop is not worked out. Times are
+    those of all blocks or of none."""
+    if "core" not in run.train.offload_regions and not run.train.offload_times:
         return
     try:
-        kinds = parse(run.model.pattern).kinds()
+        layout = parse(run.model.pattern)
     except PatternError:  # reported with the layers
         return
-    if unknown := {kind for kind in kinds if kind.is_mixer and kind is not Kind.ATTENTION}:
+    unknown = {kind for kind in layout.kinds() if kind.is_mixer and kind is not Kind.ATTENTION}
+    if unknown and "core" in run.train.offload_regions:
         letters = ", ".join(sorted(kind.value for kind in unknown))
         yield Problem(
             field="train.offload_regions",
             value=run.train.offload_regions,
             rule=f"core is offloaded of softmax attention alone, but the pattern has {letters}",
             remedy="regions without core, or none, to offload whole blocks",
+        )
+    named = {word.partition("=")[0] for word in run.train.offload_times}
+    missing = [kind for kind in dict.fromkeys(map(str, layout.blocks)) if kind not in named]
+    if run.train.offload_times and (missing or run.modules):
+        what = f"must have every kind of block, but {' '.join(missing)} is not there"
+        yield Problem(
+            field="train.offload_times",
+            value=run.train.offload_times,
+            rule="are for runs without modules" if run.modules else what,
+            remedy="the words of `braid plan --cluster NAME`, or none",
         )

@@ -7,8 +7,9 @@ Of each segment, the first blocks are offloaded, which wait longest for their ba
 computation, one after another each way (`host_link`):
 
 - `OFFLOAD` starts right behind the last forward phase of its block.
-- `FREE` stands where the copy has ended, but no later than the next turn or backward begins: there a link that
-  is too slow makes the list wait, so that memory does not grow beyond the plan.
+- `FREE` stands where the copy has ended, but not so late that more than one block is on the device that is not
+  there in the end; the last one, no later than where the next turn or backward begins. There a link that is too
+  slow makes the list wait, so that memory does not grow beyond the plan.
 - `RELOAD` stands where the copy has to start so that it ends when the block is needed, but no earlier than
   blocks have left whose place it takes. Where all blocks are offloaded, none has, so two are on the device.
 - Where at least four other turns begin between the forward and the backward of a turn, as in a pipeline, bounds
@@ -225,7 +226,11 @@ def _copies(schedule: Schedule, names: Sequence[Collection[str]], ops: Ops) -> I
             if len(others) >= _WIDE:
                 free_by, reload_from = others[1], others[-2]
             else:
-                free_by = min([_first_backward(ops, end, (micro_batch, segment)), *others[:1]])
+                # One block more may be there than in the end; the last one stays while the head runs.
+                behind = _first_backward(ops, end, (micro_batch, segment))
+                if number:
+                    behind = spans[forward[len(forward) - number]].end + 1
+                free_by = min([behind, *others[:1]])
                 left = min(number + 1, backward.index(name) - 1)
                 reload_from = spans[backward[left]].start if left >= 0 else inside[-1][0]
             free_by = max(free_by, _next_computing(ops, inside[0][1]))
