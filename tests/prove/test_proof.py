@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +80,22 @@ def test_recipes_hold_on_meshes(case, capsys):
     told = json.loads(capsys.readouterr().out)
     assert (code, told["holds"]) == (0, True)
     assert told["worst"] <= FP64_BOUND
+
+
+def test_the_page_has_the_figures_of_the_record():
+    """That was made by `python -m scripts.prove_recipes`."""
+    root = Path(__file__).parents[2]
+    record = json.loads((root / "benchmarks/results/prove.json").read_text())
+    assert {each["sabotage"] for each in record["sabotages"]} == set(SABOTAGES)
+    assert all(each["exit"] == 1 for each in record["sabotages"])
+    cases: dict[str, list[dict]] = {}
+    for case in record["cases"]:
+        assert case["holds"], case
+        assert case["worst"] < FP64_BOUND
+        cases.setdefault(case["recipe"], []).append(case)
+    lines = (root / "docs/prove.md").read_text().splitlines()
+    for name, three in cases.items():
+        took = [f"{case['seconds']:.0f}, {case['cpu_seconds']:.0f}" for case in three]
+        wanted = [f"{max(case['worst'] for case in three):.1e}", *took]
+        (line,) = [line for line in lines if line.startswith((f"| {name} |", f"| {name} ("))]
+        assert line.strip("| ").split(" | ")[1:] == wanted

@@ -12,7 +12,6 @@ from braid.pattern import parse
 from braid.planning.plan import canonical_names, plan
 from braid.prove.outcome import Outcome, Task, alone, outcome, train_each
 from braid.schedule import Act
-from braid.train.step_work import WITHOUT_ROOM
 from tests.ranks import run_ranks
 from tests.topology.cases import run_of
 from tests.topology.matrix import Topology
@@ -25,8 +24,7 @@ def offloading(run: Run, *names: str, regions: tuple[str, ...] = ()) -> Run:
 
 
 def differences(kept: Outcome, away: Outcome) -> list[str]:
-    figures = [{name: each for name, each in step.items() if name != WITHOUT_ROOM} for step in away.figures]
-    wrong = [] if figures == kept.figures else ["figures"]
+    wrong = [] if away.figures == kept.figures else ["figures"]
     wrong += [] if away.val_loss == kept.val_loss else ["validation loss"]
     weights = kept.weights.items()
     return wrong + [name for name, tensor in weights if not torch.equal(tensor, away.weights[name])]

@@ -34,6 +34,7 @@ from braid.train.device import choose_device
 from braid.train.module_state import ModuleState
 from braid.train.state import JobState, State
 from braid.train.step import evaluate, train_step
+from braid.train.step_work import WITHOUT_ROOM
 
 Parts = dict[str, tuple[tuple[int, ...], Tensor]]
 """By canonical name: where a rank's part begins, and the part."""
@@ -169,8 +170,7 @@ def trained(state: JobState, feed: DataPipeline, task: Task) -> Told:
     told = Told(routes=routes if task.record else None)
     for _ in range(run.train.steps):
         result = train_step(state, run, feed.train, run.optim.lr)
-        # How full lanes are is about the topology, and the only figure that is.
-        figures = {name: value for name, value in result.metrics.items() if not name.endswith(".fullest_lane")}
+        figures = {name: value for name, value in result.metrics.items() if not _of_ranks(name)}
         told.figures.append({**figures, "gradient norm": result.grad_norm})
     assert feed.validation is not None
     told.val_loss = evaluate(state, run, feed.validation)
@@ -185,6 +185,12 @@ def trained(state: JobState, feed: DataPipeline, task: Task) -> Told:
     if task.checkpoints is not None:
         states.save(task.checkpoints, state, run, feed.train, feed.tokenizer)
     return told
+
+
+def _of_ranks(metric: str) -> bool:
+    """Whether a metric is about the topology, and not about the answer: how full lanes are, and what found no
+    room on the host."""
+    return metric.endswith((".fullest_lane", WITHOUT_ROOM))
 
 
 def watch_routing(state: State, *, record: Routes | None, replay: Routes | None) -> None:
