@@ -347,10 +347,11 @@ class Run:
             yield from module.problems(f"modules.{name}")
         if self.train.lora.rank and self.trained != ("*",):
             rule = "with train.lora the adapters are trained and nothing else of the language model"
-            yield Problem(field="trained", value=self.trained, rule=rule, remedy="nothing")
+            yield Problem(field="trained", value=self.trained, rule=rule, remedy="trained to *")
         if self.train.lora.rank and self.train.precision:
             rule = "adapters are not combined with products in low precision"
-            yield Problem(field="train.precision", value=self.train.precision, rule=rule, remedy="nothing")
+            remedy = "train.precision to nothing, or train.lora.rank to 0"
+            yield Problem(field="train.precision", value=self.train.precision, rule=rule, remedy=remedy)
         if self.train.exact_match and self.data.packing != "documents":
             rule = "answers are those of whole documents, and data.packing is concatenate"
             yield Problem(field="train.exact_match", value=True, rule=rule, remedy="data.packing to documents")
