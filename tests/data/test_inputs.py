@@ -146,8 +146,9 @@ def test_workers_change_nothing(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "bad.jsonl", [row for row in rows if row is not rows[700]])
     with pytest.raises(DataError, match=r"bad\.jsonl, line 900: has the fields 'txt'"):
         build(file, tmp_path / "x", ByteTokenizer(), workers=2)
-    with pytest.raises(DataError, match=r"workers = 0"):
-        build(file, tmp_path / "x", ByteTokenizer(), workers=0)
+    for workers in (0, 257):
+        with pytest.raises(DataError, match=rf"workers = {workers}: set 1 to 256 processes"):
+            build(file, tmp_path / "x", ByteTokenizer(), workers=workers)
 
 
 def test_progress_that_is_piped_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:

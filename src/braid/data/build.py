@@ -29,6 +29,8 @@ from braid.data.shards import ShardWriter
 from braid.data.tokenizer import Tokenizer
 from braid.errors import DataError, first_of
 
+MOST_WORKERS = 256
+"""Each is a process with the tokenizer: thousands would take the memory of the machine."""
 SHARD_TOKENS = 1 << 28
 """Most tokens of a shard, unless told otherwise."""
 NO_FILES: Mapping[str, str] = MappingProxyType({})
@@ -96,8 +98,10 @@ def build(
     output = Path(output)
     if not 0 <= validation < 1:
         raise DataError(f"validation = {validation}: set a fraction of the documents, at least 0 and below 1")
-    if workers < 1:
-        raise DataError(f"workers = {workers}: set 1 or more processes")
+    if not 1 <= workers <= MOST_WORKERS:
+        raise DataError(
+            f"workers = {workers}: set 1 to {MOST_WORKERS} processes, at most one for each processor"
+        )
     if output.exists():
         raise DataError(f"{output} exists already: remove it or set another output")
     encoder = Encoder(tokenizer=tokenizer, reserved=_reserved_ids(tokenizer, reserved), field=field, chat=chat)
