@@ -101,6 +101,7 @@ EDITS = {
     "other dtype of equal size": lambda d: tensor(d).update(dtype="int32"),
     "unknown part": lambda d: chunk(d).update(file="part-00001.safetensors"),
     "unknown key": lambda d: chunk(d).update(key="v@0,0"),
+    "unprintable key": lambda d: chunk(d).update(key="w\ud800"),
     "upper-case checksum": lambda d: chunk(d).update(sha256=chunk(d)["sha256"].upper()),
     "no checksum": lambda d: chunk(d).update(sha256=None),
     "other checksum": lambda d: chunk(d).update(sha256="0" * 64),
