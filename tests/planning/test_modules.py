@@ -132,7 +132,7 @@ def test_the_images_of_the_data_are_those_of_one_module() -> None:
         ({"model": encoder(128, group=64), "most_patches": 130}, "128"),
         ({"most_patches": 1026}, "at most 512, or data.sequence_tokens to 513 or more"),
         ({"most_items": 9}, "at most 8, or modules.vision.most_patches to 18 or more"),
-        ({"token": 2**63}, "an id below 300 that no text has, or a larger model.vocab"),
+        ({"token": 2**62}, "an id below 300 that no text has, or a larger model.vocab"),
         ({"trained": ("blocks.7.*",)}, "a glob over canonical names: blocks.1.*"),
         ({"trained": ("modules.vision.projector.*",)}, "projector.*"),
     ],

@@ -32,8 +32,6 @@ LAYER_NAMES = MappingProxyType(
 """The name of each kind of layer within its block, in module paths and canonical names. No pattern has both
 kinds of attention."""
 
-MIXERS = frozenset({Kind.ATTENTION, Kind.LATENT_ATTENTION, Kind.MAMBA2, Kind.DELTA_NET})
-
 EMBEDDING, HEAD, EXIT, FINAL_NORM = "embedding", "head", "exit", "final_norm"
 PATCHES, PROJECTOR = "patches", "projector"
 """Units outside the blocks. An encoder has the last two in place of embedding and head."""
@@ -237,7 +235,7 @@ class _BlockUnits:
         regions = [("block", block_region), ("norm", self.dense)]
         if Kind.MLP in self.kinds or (Kind.MOE in self.kinds and self.form.shared_experts):
             regions.append(("activation", self.dense))
-        if not MIXERS.isdisjoint(self.kinds):
+        if any(kind.is_mixer for kind in self.kinds):
             regions.append(("core", self.dense))
         if self.form.hyper:
             regions.append(("hyper", self.connections))

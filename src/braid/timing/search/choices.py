@@ -26,7 +26,6 @@ MOST_CP = 16
 MOST_SEGMENTS = 4
 """The most segments of a rank that are searched."""
 STRATEGIES: tuple[Strategy, ...] = ("none", "optimizer", "gradients", "all")
-MIXERS = frozenset({Kind.ATTENTION, Kind.LATENT_ATTENTION, Kind.MAMBA2, Kind.DELTA_NET})
 
 
 class MeshSizes(NamedTuple):
@@ -204,7 +203,7 @@ class Space:
         if Kind.MLP in self.kinds or (Kind.MOE in self.kinds and moe is not None and moe.shared_ffn):
             regions.append("activation")
         regions += ["experts"] if Kind.MOE in self.kinds else []
-        regions += ["core"] if MIXERS & self.kinds else []
+        regions += ["core"] if any(kind.is_mixer for kind in self.kinds) else []
         levels = [tuple(regions[:count]) for count in range(len(regions) + 1)]
         levels += [("norm", "activation", "core")] if {"activation", "experts", "core"} <= set(regions) else []
         found = dict.fromkeys([*levels, ("full",)])
