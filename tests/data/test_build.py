@@ -187,6 +187,8 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
     out, tokenizer = tmp_path / "out", ByteTokenizer()
     with pytest.raises(DataError, match="full exists already"):
         build(file, tmp_path / "full", tokenizer)
+    with pytest.raises(DataError, match=r"cannot be made, .*binary is a file"):
+        build(file, binary / "new" / "out", tokenizer)
     with pytest.raises(DataError, match="absent does not exist"):
         build(tmp_path / "absent", out, tokenizer)
     with pytest.raises(DataError, match=r"no files that match '\*.rs'"):

@@ -252,7 +252,9 @@ def test_bad_questions_are_named(row: object, why: str, loaded: LoadedModel, tmp
 def test_what_cannot_be_evaluated_is_refused(checkpoint: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\x00")
     (tmp_path / "images.jsonl").write_text('{"content": [{"image": "a.png"}, {"text": "x"}]}\n')
-    for name, why in (("none.txt", "is no file"), ("binary", "is not UTF-8"), ("images.jsonl", "has images")):
+    (tmp_path / "empty.txt").touch()
+    whys = {"none.txt": "is no file", "binary": "is not UTF-8", "images.jsonl": "has images"}
+    for name, why in {**whys, "empty.txt": "nothing to evaluate"}.items():
         command = ["eval", str(checkpoint), "--data", str(tmp_path / name), "--device", "cpu"]
         assert main(command) == ExitCode.DATA
         assert why in " ".join(capsys.readouterr().err.split())

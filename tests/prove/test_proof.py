@@ -51,6 +51,9 @@ def test_a_sabotage_without_its_axis_is_refused(capsys):
     said = capsys.readouterr().err
     assert "--sabotage pp: this mesh has no such sum; it has gradients" in said
     assert "tp (outputs of row-parallel layers)" in said
+    with pytest.raises(SystemExit):
+        main(["prove", "tiny", "--world", "2", "--sabotage", "dp"])
+    assert "('none', 'gradients', 'loss', 'tp', 'cp', 'ep', 'pp')" in " ".join(capsys.readouterr().err.split())
 
 
 def test_sabotages_are_offered_where_their_sums_are():

@@ -8,12 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import rich.console
 
 from braid import validators
-from braid.cli.args import optional, parse_options, print_table, split_positional
+from braid.cli.args import parse_options, print_table, split_positional
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source
 from braid.console import table
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from braid.prove.proof import Comparison
 
 WIDTH = 160
-SabotageName = Literal["gradients", "loss", "tp", "cp", "ep", "pp"]
+SabotageName = Literal["none", "gradients", "loss", "tp", "cp", "ep", "pp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class ProveOptions:
     """Most ranks to start; where axes do not fit on them together, several runs have some of them each."""
     all_layers: bool = False
     """Keep all layers. Else equal ones in a row are shortened, such as [*E]x46 to [*E]x3."""
-    sabotage: Annotated[SabotageName | None, optional("NAME", "none")] = None
+    sabotage: SabotageName = "none"
     """Leave a sum out on purpose, to see that the comparison notices: gradients (over ranks that share
     weights), loss (token counts over dp), or what tp, cp, ep or pp exchange."""
     json: bool = False
@@ -70,10 +70,11 @@ def _report(opts: ProveOptions, small: list[Shrunk]) -> int:
     from braid.prove.compare import FP64_BOUND
 
     told, holds = [], True
-    chosen = _sabotaged(opts.sabotage, small)
+    sabotage = None if opts.sabotage == "none" else opts.sabotage
+    chosen = _sabotaged(sabotage, small)
     for place, each in enumerate(chosen):
         try:
-            comparison = _proved(each, opts.sabotage, f"run {place + 1} of {len(chosen)}")
+            comparison = _proved(each, sabotage, f"run {place + 1} of {len(chosen)}")
         except RanksFailed as error:
             print(f"braid: the small run fails, so that there is nothing to compare\n{error}", file=sys.stderr)
             return ExitCode.BUG
@@ -84,10 +85,12 @@ def _report(opts: ProveOptions, small: list[Shrunk]) -> int:
     worst = max(float(each["worst"]) for each in told)
     if opts.json:
         print(json.dumps({"holds": holds, "bound": FP64_BOUND, "worst": worst, "runs": told}, indent=1))
+    elif holds and opts.world == 1:
+        print("\none rank is one process: give --world, and the mesh of your run, to prove that")
     elif holds:
         print(f"\nthe mesh does not change the answer: at most {worst:.1e} apart, bound {FP64_BOUND:.0e}")
     else:
-        because = f", as --sabotage {opts.sabotage} should" if opts.sabotage else ""
+        because = f", as --sabotage {sabotage} should" if sabotage else ""
         print(f"\nthe mesh changes the answer: {worst:.1e} apart, bound {FP64_BOUND:.0e}{because}")
     return ExitCode.OK if holds else ExitCode.BUG
 

@@ -104,6 +104,9 @@ def build(
         )
     if output.exists():
         raise DataError(f"{output} exists already: remove it or set another output")
+    inside = next(folder for folder in output.absolute().parents if folder.exists())
+    if not inside.is_dir():
+        raise DataError(f"{output} cannot be made, {inside} is a file: set another output")
     encoder = Encoder(tokenizer=tokenizer, reserved=_reserved_ids(tokenizer, reserved), field=field, chat=chat)
     files = input_files(input, glob)
     splits = (TRAIN, VALIDATION) if validation else ("",)

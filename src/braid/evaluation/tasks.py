@@ -50,6 +50,11 @@ class TextResult:
     nats: float = 0.0
     """Negative log-likelihood."""
 
+    @property
+    def scored(self) -> int:
+        """Of how many things there are scores."""
+        return self.tokens
+
     def add(self, other: TextResult) -> None:
         self.documents += other.documents
         self.tokens += other.tokens
@@ -77,6 +82,11 @@ class ChoiceResult:
     """Whether the likeliest choice is the right one."""
     right_by_length: list[bool] = field(default_factory=list)
     """The same, with each log-likelihood divided by the characters of its choice."""
+
+    @property
+    def scored(self) -> int:
+        """Of how many things there are scores."""
+        return len(self.right)
 
     def add(self, other: ChoiceResult) -> None:
         self.right += other.right
@@ -129,6 +139,8 @@ def evaluate_files(
             progress(before + group[-1].read, total)
         before += file.stat().st_size
         results[file] = result
+    if not any(result.scored for result in results.values()):
+        raise DataError(f"{', '.join(map(str, files))}: nothing to evaluate, there is no text")
     return results
 
 
