@@ -20,6 +20,9 @@ full        all of the above
 
 RECOMPUTE: tuple[Recompute, ...] = typing.get_args(Recompute)
 
+AUTO: Literal["auto"] = "auto"
+"""In place of a number: what fits the device is found out."""
+
 Offload = Literal["norm", "activation", "core", "experts"]
 """Regions that may be offloaded in place of whole blocks: what their recompute would drop waits on the host."""
 

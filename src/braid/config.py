@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 from braid import json_fields, lora, validators
 from braid.architecture import Model
 from braid.choices import (
+    AUTO,
     MADE_UP,
     DispatcherName,
     Dtype,
@@ -98,8 +99,8 @@ class Train:
     """Activation checkpointing: regions to recompute in backward. Does not change results."""
     recompute_span: int = 0
     """Recompute of hyper-connections: blocks between saved residual streams; 0 minimizes memory."""
-    offload: float = 0.0
-    """Activation offload: share of the blocks, 0 to 1, whose activations wait in host memory for backward."""
+    offload: float | Literal["auto"] = 0.0
+    """Offload: share of the blocks, 0 to 1, whose activations wait in host memory; auto: what costs no time."""
     offload_regions: tuple[Offload, ...] = ()
     """Offload of these blocks only what recompute of these regions would drop; empty for all that they save."""
     offload_times: tuple[str, ...] = ()
@@ -150,6 +151,11 @@ class Train:
     stall_timeout_s: float = 600.0
     """Watchdog: abort the run if a rank makes no progress for this many seconds; 0 disables."""
 
+    @property
+    def offload_share(self) -> float:
+        """`offload`; 0 as long as no device has decided."""
+        return 0.0 if self.offload == AUTO else self.offload
+
     def problems(self, at: str) -> Iterator[Problem]:
         yield from validators.seed(f"{at}.seed", self.seed)
         yield from self.lora.problems(f"{at}.lora")
@@ -160,9 +166,11 @@ class Train:
             for name in names:
                 yield from validators.at_least(f"{at}.{name}", typing.cast(float, getattr(self, name)), low)
         yield from validators.above(f"{at}.spike_sigma", self.spike_sigma, 0)
-        if not 0 <= self.offload <= 1:
+        if not 0 <= self.offload_share <= 1:
             rule = "must be a share of the blocks of each stage, from 0 to 1"
-            yield Problem(field=f"{at}.offload", value=self.offload, rule=rule, remedy="0.25, or 0 for none")
+            yield Problem(
+                field=f"{at}.offload", value=self.offload, rule=rule, remedy="0.25, auto, or 0 for none"
+            )
         both = [name for name in self.offload_regions if name in recomputed(self.recompute)]
         whole = not {"block", "full"}.isdisjoint(self.recompute)
         if both or (whole and self.offload_regions):

@@ -51,8 +51,7 @@ class _Reader:
     def read(self, kind: Any, data: Any, at: str, path: JsonPath) -> Any:
         origin = typing.get_origin(kind)
         if origin in (typing.Union, types.UnionType):
-            (inner,) = (arm for arm in typing.get_args(kind) if arm is not types.NoneType)
-            return None if data is None else self.read(inner, data, at, path)
+            return self._union(typing.get_args(kind), data, at, path)
         if dataclasses.is_dataclass(kind):
             return self._dataclass(kind, data, at, path)
         if origin is tuple:
@@ -78,6 +77,18 @@ class _Reader:
         if type(data) is not kind:
             return self._wrong(path, f"{at} = {data!r}: must be of type {kind.__name__}")
         return data
+
+    def _union(self, arms: tuple[Any, ...], data: Any, at: str, path: JsonPath) -> Any:
+        """A word where the union has words, else a value of its other arm."""
+        words = [word for arm in arms if typing.get_origin(arm) is Literal for word in typing.get_args(arm)]
+        rest = [arm for arm in arms if arm is not types.NoneType and typing.get_origin(arm) is not Literal]
+        if (data is None and types.NoneType in arms) or (isinstance(data, str) and data in words):
+            return data
+        if words and isinstance(data, str) and rest:
+            near = validators.nearest(data, words)
+            known = ", ".join(words)
+            return self._wrong(path, f"{at} = {data!r}: must be a {rest[0].__name__} or one of {known}{near}")
+        return self.read(rest[0] if rest else Literal[*words], data, at, path)
 
     def _wrong(self, path: JsonPath, text: str) -> None:
         self.problems.append(JsonProblem(path=path, text=text))

@@ -8,14 +8,16 @@ from dataclasses import replace
 import pytest
 
 from braid.cli import main
-from braid.config import from_json, to_json
+from braid.config import Module, from_json, to_json
 from braid.errors import ExitCode
 from braid.planning.estimate import estimate
-from braid.planning.plan import plan
+from braid.planning.plan import check, plan
 from braid.timing.calibration import Calibration, load
+from braid.timing.links import load_cluster
 from braid.timing.meter import ClusterMeter
-from braid.timing.offload import hidden_offload, times_on, with_times
+from braid.timing.offload import Decided, decided, decided_on, hidden_offload, times_on, with_times
 from braid.timing.step import Stepper
+from tests.model.encoder_cases import IMAGES
 from tests.timing.test_step import CLUSTER, qwen
 
 RUNS = {
@@ -72,9 +74,9 @@ def test_the_command_prints_the_share_and_by_how_much_the_peak_falls(
     words = ["plan", "qwen3-30b-a3b", "--world", "2", "--cluster", "h100-ib", "--mesh.tp", "1"]
     words += ["--mesh.pp", "1", "--mesh.ep", "2", "--model.pattern", "[*E]x6"]
     words += ["--train.batch-samples", "8", "--train.micro-batches", "1"]
-    assert main([*words, "--offload-by-time"]) == ExitCode.OK
+    assert main([*words, "--train.offload", "auto"]) == ExitCode.OK
     printed = capsys.readouterr().out
-    share = printed.split("to train with it: --train.offload ")[1].split()[0]
+    share = printed.split("train.offload auto: ")[1].split()[0]
     assert 0 < float(share) < 1
     kept, away = (
         json.loads(out)
@@ -85,11 +87,41 @@ def test_the_command_prints_the_share_and_by_how_much_the_peak_falls(
     assert f"to {away['peak'] / 2**30:,.1f} GiB on the fullest rank" in printed
 
 
-@pytest.mark.parametrize(
-    ("words", "rule"),
-    [([], "needs --cluster"), (["--cluster", "h100-ib", "--search"], "--search lists several")],
-    ids=["no cluster", "search"],
-)
-def test_what_has_no_offload_by_time_is_refused(words, rule, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "tiny", "--offload-by-time", *words]) == ExitCode.CONFIG
-    assert rule in capsys.readouterr().err
+def test_a_run_leaves_the_share_to_its_device() -> None:
+    run, world = qwen("[*E]x8", micro_batches=1), 1
+    asked = replace(run, train=replace(run.train, offload="auto", offload_regions=("experts",)))
+    assert not check(asked, world)
+    assert from_json(to_json(asked)) == asked
+    found = decided_on(asked, world, "NVIDIA H100 80GB HBM3")
+    cluster = load_cluster("h100-ib")
+    assert found == decided(asked, world, cluster)
+    assert found.run.train.offload == hidden_offload(asked, world, cluster)
+    given = replace(run, train=replace(run.train, offload=0.25))
+    assert decided_on(given, world, "NVIDIA H100 80GB HBM3") == Decided(given)
+    beside = replace(asked, modules={"vision": Module(model=IMAGES, token=3, most_patches=64)})
+    for device, one, why in (
+        (None, asked, "no GPU decides"),
+        ("NVIDIA GeForce RTX 4090", asked, "ships no cluster of NVIDIA GeForce RTX 4090"),
+        ("NVIDIA H100 80GB HBM3", beside, "for runs without modules"),
+    ):
+        found = decided_on(one, world, device)
+        assert (found.run.train.offload, found.run.train.offload_regions) == (0.0, ())
+        assert why in found.reasons[0]
+    assert plan(asked, world).schedule == plan(run, world).schedule, "nobody has decided"
+
+
+def test_no_step_waits_where_no_link_is_known() -> None:
+    run = qwen("[*E]x8", micro_batches=1)
+    asked = replace(run, train=replace(run.train, offload="auto"))
+    known = replace(load("h100"), host_link={})
+    assert "no calibration for the link to the host" in decided(asked, 1, CLUSTER, known).reasons[0]
+
+
+def test_commands_say_what_auto_became(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", "--train.offload", "auto"]) == ExitCode.OK
+    assert "nothing is offloaded, no GPU decides" in capsys.readouterr().out
+    words = ["plan", "tiny", "--world", "2", "--cluster", "h100-ib", "--train.offload", "auto"]
+    assert main([*words, "--search"]) == ExitCode.CONFIG
+    assert "leave train.offload out" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["show", "tiny", "--train.offload", "half"])

@@ -17,6 +17,7 @@ import rich.console
 import tyro
 
 from braid import validators
+from braid.choices import AUTO
 from braid.cli.args import optional, parse_options, perfetto_hint, print_table, split_positional
 from braid.cli.ops import format_ops
 from braid.cli.plan_files import RELATIVE, timeline_of, write, write_svg, write_trace
@@ -50,15 +51,13 @@ from braid.cli.plan_time import (
     cut_json,
     cut_lines,
     cut_on,
-    hidden_on,
-    offload_problems,
+    decided_offload,
     predicted,
     print_time,
     refuse_no_cluster,
     split_problems,
     time_json,
     time_problems,
-    timed_copies,
 )
 from braid.cli.recipes import RunFields, expand_recipe_help
 from braid.cli.sources import load_source
@@ -69,7 +68,6 @@ from braid.precision import FASTEST, described
 from braid.validators import nearest
 
 if TYPE_CHECKING:
-    from braid.config import Run
     from braid.planning.estimate import Advice, Estimate
     from braid.planning.plan import Plan
     from braid.timing.predict import Prediction
@@ -106,9 +104,6 @@ class PlanOptions:
     split_by_time: bool = False
     """Cut the pipeline where the slowest rank computes as briefly as it can by predicted time, and print the
     pattern to train with; with `--search`, in each mesh of the list. Needs `--cluster`."""
-    offload_by_time: bool = False
-    """Offload as many blocks as the link to the host moves while a micro-batch runs forward, by predicted time,
-    and print the share to train with, in place of `train.offload`. Needs `--cluster`."""
     advise: bool = False
     """Name the changes of one option that would save most time, each with its gain and its cost in memory;
     needs `--cluster`. Plans up to twelve others, which takes seconds."""
@@ -162,7 +157,6 @@ def show_plan(args: list[str]) -> int:
         *time_problems(opts.cluster, opts.calibration),
         *validators.at_least("top", opts.top, 1),
         *(split_problems(opts.run, opts.cluster, searched=opts.search) if opts.split_by_time else ()),
-        *(offload_problems(opts.run, opts.cluster, searched=opts.search) if opts.offload_by_time else ()),
     ]
     if problems:
         raise ConfigError(problems)
@@ -181,8 +175,9 @@ def show_plan(args: list[str]) -> int:
     with _uncollected():
         cut = _cut(opts, limit) if opts.split_by_time else None
         run = opts.run if cut is None else cut.run
-        run = _offloading(opts, run) if opts.offload_by_time else run
-        run = run if opts.cluster is None else timed_copies(run, opts.world, opts.cluster, opts.calibration)
+        run, decided = decided_offload(
+            run, opts.world, opts.cluster, opts.calibration, load=opts.load, device=opts.device
+        )
         plan = make_plan(run, opts.world)
         facts = None if opts.ops is not None else _found_out(plan, limit, opts, cut)
     if facts is None:
@@ -192,7 +187,7 @@ def show_plan(args: list[str]) -> int:
     if opts.json:
         print(json.dumps(_as_json(facts), indent=2))
     else:
-        for reason in reasons:
+        for reason in (*reasons, *decided):
             print(reason)
         _print(facts)
     return ExitCode.OK
@@ -258,7 +253,7 @@ class PlanFacts:
     kept_peak: int | None
     """Peak bytes of the same run without offload; None if it has none."""
     hidden: float | None
-    """The share of the blocks that hides behind computation, if it was asked for."""
+    """The share that `train.offload auto` became, if the run says so."""
 
 
 def _cut(opts: PlanOptions, limit: int | None) -> SplitByTime:
@@ -269,14 +264,6 @@ def _cut(opts: PlanOptions, limit: int | None) -> SplitByTime:
         opts.run, opts.world, opts.cluster, opts.calibration, load=opts.load, device=opts.device,
         limit=_limit_on(load_cluster(opts.cluster).device, limit),
     )  # fmt: skip
-
-
-def _offloading(opts: PlanOptions, run: Run) -> Run:
-    """The run with the offload that hides behind computation."""
-    assert opts.cluster is not None, "offload_problems asks for it"
-    share = hidden_on(run, opts.world, opts.cluster, opts.calibration, load=opts.load, device=opts.device)
-    regions = run.train.offload_regions if share else ()
-    return replace(run, train=replace(run.train, offload=share, offload_regions=regions))
 
 
 def _limit_on(device: str, limit: int | None) -> int | None:
@@ -300,7 +287,7 @@ def _found_out(plan: Plan, limit: int | None, opts: PlanOptions, cut: SplitByTim
         faster=_faster(prediction, opts, limit),
         cut=cut,
         kept_peak=_kept_peak(plan, opts.device),
-        hidden=plan.run.train.offload if opts.offload_by_time else None,
+        hidden=plan.run.train.offload_share if opts.run.train.offload == AUTO else None,
     )
 
 
@@ -396,7 +383,7 @@ def _print(facts: PlanFacts) -> None:
         console.print()
         console.print(f"activations of one micro-batch on one rank, {unit}", style="bold")
         print_table(columns, rows, console)
-    for line in offload_lines(result, facts.kept_peak, facts.hidden):
+    for line in offload_lines(result, facts.kept_peak):
         console.print(line)
     if facts.limit is not None:
         console.print()
@@ -470,7 +457,7 @@ def _as_json(facts: PlanFacts) -> dict[str, Any]:
     return {
         **_common(result, facts.limit),
         **({} if facts.kept_peak is None else {"peak_without_offload": facts.kept_peak}),
-        **({} if facts.hidden is None else {"offload_by_time": facts.hidden}),
+        **({} if facts.hidden is None else {"offload_auto": facts.hidden}),
         **({} if facts.cut is None else {"split_by_time": cut_json(facts.cut)}),
         **(stages or modules_json(result)),
         "advice": list(map(asdict, facts.fixes)),

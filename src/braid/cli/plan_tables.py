@@ -61,20 +61,13 @@ def offload_table(result: Estimate, unit: int) -> Table:
     return ["stage", "held", "recomputed", "offloaded", "host pool"], rows
 
 
-def offload_lines(result: Estimate, kept_peak: int | None, hidden: float | None) -> Iterator[str]:
-    """How much offload lowers the peak; and the share that hides behind computation, if it was asked for."""
+def offload_lines(result: Estimate, kept_peak: int | None) -> Iterator[str]:
+    """How much offload lowers the peak."""
     if kept_peak is not None:
         yield (
             f"offload lowers the peak by {size_text(kept_peak - result.peak)}, from {size_text(kept_peak)} to "
             f"{size_text(result.peak)} on the fullest rank"
         )
-    if hidden:
-        yield (
-            f"as much as hides behind computation, by predicted seconds; to train with it: "
-            f"--train.offload {hidden:g}"
-        )
-    elif hidden is not None:
-        yield "no block hides behind computation, by predicted seconds"
 
 
 def verdict(result: Estimate, limit: int) -> str:

@@ -92,41 +92,24 @@ def split_problems(run: Run, cluster: str | None, *, searched: bool) -> Iterator
         yield Problem(field="split-by-time", value=True, rule=rule, remedy="mesh.pp to 2 or more")
 
 
-def offload_problems(run: Run, cluster: str | None, *, searched: bool) -> Iterator[Problem]:
-    """Why the offload that hides cannot be found."""
-    named = "" if cluster else f"train.offload, or --cluster to one of {clusters_to_choose()}"
-    for wrong, rule, remedy in (
-        (cluster is None, "needs --cluster, for the speed of devices", named),
-        (bool(run.modules), "is for runs without modules", "train.offload"),
-        (searched, "is about one plan, and --search lists several", "plan one of the list"),
-    ):
-        if wrong:
-            yield Problem(field="offload-by-time", value=True, rule=rule, remedy=remedy)
-
-
-def hidden_on(
-    run: Run, world: int, cluster: str, calibration: str | None, *, load: float, device: str
-) -> float:
-    """The share of the blocks whose offload hides behind computation."""
-    from braid.timing.calibration import load as load_calibration
-    from braid.timing.links import load_cluster
-    from braid.timing.offload import hidden_offload
-
-    known = None if calibration is None else load_calibration(calibration)
-    return hidden_offload(run, world, load_cluster(cluster), known, load=load, device=device)
-
-
-def timed_copies(run: Run, world: int, cluster: str, calibration: str | None) -> Run:
-    """A run whose copies to the host stand where they have to on this cluster's device."""
+def decided_offload(
+    run: Run, world: int, cluster: str | None, calibration: str | None, *, load: float, device: str
+) -> tuple[Run, tuple[str, ...]]:
+    """A run whose offload is as much as hides on this cluster, if it says `auto`, with what was decided; its
+    copies stand where they have to there."""
     if not run.train.offload:
-        return run
+        return run, ()
     from braid.timing.calibration import load as load_calibration
     from braid.timing.links import load_cluster
-    from braid.timing.offload import with_times
+    from braid.timing.offload import decided, with_times
     from braid.timing.predict import calibration_for
 
     known = None if calibration is None else load_calibration(calibration)
-    return with_times(run, world, calibration_for(load_cluster(cluster), known))
+    machines = None if cluster is None else load_cluster(cluster)
+    found = decided(run, world, machines, known, load=load, device=device)
+    if machines is None:
+        return found.run, found.reasons
+    return with_times(found.run, world, calibration_for(machines, known)), found.reasons
 
 
 def cut_on(

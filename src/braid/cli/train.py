@@ -168,32 +168,22 @@ def _launch(args: list[str], opts: TrainOptions, out: Path) -> int:
 
 def _on_device(opts: TrainOptions, world: int) -> TrainOptions:
     """The options with what the GPU at hand decides: precision that pays, and where copies of offload stand."""
-    opts, train = _with_fastest(opts, world), opts.run.train
-    if not train.offload or train.offload_times or opts.device == "cpu":
-        return opts
-    import torch
-
-    from braid.timing.offload import times_on
-
-    if not torch.cuda.is_available():
-        return opts
-    return replace(opts, run=times_on(opts.run, world, torch.cuda.get_device_name()))
-
-
-def _with_fastest(opts: TrainOptions, world: int) -> TrainOptions:
-    """The options with the precision that pays on the GPU at hand, if the run leaves it to that."""
-    if FASTEST not in opts.run.train.precision:
+    run = opts.run
+    if FASTEST not in run.train.precision and not run.train.offload:
         return opts
     import torch
 
     from braid.timing.fastest import fastest
+    from braid.timing.offload import decided_on, times_on
 
     on_gpu = opts.device != "cpu" and torch.cuda.is_available()
-    found = fastest(opts.run, world, torch.cuda.get_device_name() if on_gpu else None)
+    device = torch.cuda.get_device_name() if on_gpu else None
+    precise = fastest(run, world, device)
+    placed = decided_on(precise.run, world, device)
     if os.environ.get("RANK", "0") == "0":
-        for reason in found.reasons:
+        for reason in (*precise.reasons, *placed.reasons):
             print(reason, file=sys.stderr)
-    return replace(opts, run=found.run)
+    return replace(opts, run=placed.run if device is None else times_on(placed.run, world, device))
 
 
 def _checked_plan(opts: TrainOptions, world: int) -> Plan:

@@ -69,7 +69,7 @@ def step_reasons(plan: Plan, device: str) -> Iterator[str]:
         yield "rows of modules differ in number from one micro-batch to the next"
     if precision_of(run.train.precision).quantised:
         yield "train.precision makes quantised copies of weights anew in every step"
-    if run.train.offload:
+    if run.train.offload_share:
         yield "train.offload copies to host memory that steps assign while they run"
     yield from _kernel_reasons(plan, device)
     yield from _expert_reasons(run, plan)

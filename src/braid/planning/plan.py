@@ -201,7 +201,7 @@ def _form(run: Run, ranks: int) -> Form:
     return form_of(
         run.model,
         run.train.dtype,
-        whole=ranks == 1 and not fine and not run.train.recompute and not run.train.offload,
+        whole=ranks == 1 and not fine and not run.train.recompute and not run.train.offload_share,
         fine=fine,
         posts=mesh.pp == 1,
         late_weights=mesh.late_weights,
@@ -341,7 +341,7 @@ def _complete(
         phases = built.phases[each.segments[0] : each.segments[-1] + 1]
         dropped += modules.dropped(run, each, phases)
     built = with_replays(built, run.train.recompute, dropped)
-    built = with_offloads(built, run.train.offload, _durations(built, run, layout))
+    built = with_offloads(built, run.train.offload_share, _durations(built, run, layout))
     shared = (run.model.tied or bool(layout.mtp)) and declaration.EMBEDDING not in frozen
     stations = built.graph.stations
     apart = shared and not built.graph.is_local(0, own - 1)

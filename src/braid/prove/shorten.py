@@ -19,6 +19,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from braid.architecture import Trunk
+from braid.choices import AUTO
 from braid.config import Run
 from braid.pattern import Block, Kind, Layout, compact, parse
 from braid.planning import modules
@@ -45,7 +46,7 @@ def shorten(run: Run) -> Run:
             shorter = _shortened(module.model, modules.layout_of(module), FEWEST)
             encoders[name] = replace(module, model=replace(module.model, pattern=shorter))
     share = run.train.offload
-    if pattern != run.model.pattern and 0 < share < 1:
+    if share == AUTO or (pattern != run.model.pattern and 0 < share < 1):
         share = OFFLOAD
     return replace(
         run,

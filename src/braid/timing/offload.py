@@ -1,15 +1,17 @@
 """Activation offload by predicted seconds: where its copies stand, and how much of it hides behind computation.
 
-Places follow from the seconds of each kind of block on a device (`with_times`), without those of collectives:
-what takes longer has its copies a little earlier than need be. What hides is found by simulating steps: a share
-of the blocks hides if the step is hardly longer than without offload.
+`decided` replaces `train.offload auto` by that share. Places follow from the seconds of each kind of block on a
+device (`with_times`), without those of collectives: what takes longer has its copies a little earlier than need
+be. What hides is found by simulating steps: a share of the blocks hides if the step is hardly longer than
+without offload.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from braid.choices import AUTO
 from braid.config import Run
 from braid.errors import ConfigError
 from braid.planning.estimate.offload import moved
@@ -19,7 +21,7 @@ from braid.schedule import Act, Op
 from braid.schedule.offload import block_of, blocks_of, chosen
 from braid.schedule.offload_times import HEAD, Times, words_of
 from braid.timing.calibration import Calibration, load, missing, missing_link, seconds, shipped
-from braid.timing.links import Cluster, filled
+from braid.timing.links import Cluster, clusters, filled, load_cluster
 from braid.timing.meter import ClusterMeter
 from braid.timing.peaks import device_name
 from braid.timing.predict import calibration_for
@@ -97,6 +99,61 @@ def _seconds(held: Station, op: Op, calibration: Calibration) -> float:
     return sum(seconds(piece, way, calibration) for piece, way in pieces) * calibration.sustained
 
 
+@dataclass(frozen=True)
+class Decided:
+    """A run without the word `auto` in `train.offload`, and what was decided, if it had it."""
+
+    run: Run
+    reasons: tuple[str, ...] = ()
+
+
+def decided_on(run: Run, world: int, device: str | None) -> Decided:
+    """`decided` on a device, by the name that its driver gives it; None: there is none. Ranks are connected as
+    in the shipped cluster of such devices."""
+    if run.train.offload != AUTO or device is None:
+        return decided(run, world, None)
+    known = (load_cluster(name) for name in clusters())
+    cluster = next((each for each in known if each.device == device_name(device)), None)
+    if cluster is None:
+        return _undecided(run, f"braid ships no cluster of {device}")
+    return decided(run, world, cluster)
+
+
+def decided(
+    run: Run,
+    world: int,
+    cluster: Cluster | None,
+    calibration: Calibration | None = None,
+    *,
+    load: float = 1.0,
+    device: str = "cuda",
+) -> Decided:
+    """The run with the share that hides on a cluster in the place of `auto`; 0 if nobody knows."""
+    if run.train.offload != AUTO:
+        return Decided(run)
+    if run.modules:
+        return _undecided(run, "it is for runs without modules: set a share")
+    if cluster is None:
+        return _undecided(run, "no GPU decides; `braid plan --cluster` names one")
+    if unknown := missing_link(calibration_for(cluster, calibration)):
+        return _undecided(run, unknown[0])
+    if check(_sharing(run, 0.0), world):  # its own problems come first
+        return Decided(_sharing(run, 0.0))
+    share = hidden_offload(run, world, cluster, calibration, load=load, device=device)
+    what = f"{share:g} of the blocks" if share else "no block"
+    why = f"train.offload auto: {what}, by predicted seconds on {cluster.device}"
+    return Decided(_sharing(run, share), (why,))
+
+
+def _undecided(run: Run, why: str) -> Decided:
+    return Decided(_sharing(run, 0.0), (f"train.offload auto: nothing is offloaded, {why}",))
+
+
+def _sharing(run: Run, share: float) -> Run:
+    regions = run.train.offload_regions if share else ()
+    return replace(run, train=replace(run.train, offload=share, offload_regions=regions))
+
+
 def hidden_offload(
     run: Run,
     world: int,
@@ -113,9 +170,7 @@ def hidden_offload(
     run = with_times(replace(run, train=replace(run.train, offload=1.0)), world, known)
 
     def step(share: float) -> float:
-        regions = run.train.offload_regions if share else ()
-        train = replace(run.train, offload=share, offload_regions=regions)
-        made = short_draft(replace(run, train=train), world)
+        made = short_draft(_sharing(run, share), world)
         counted = counted_by_station(made, device)
         return Stepper(made, load=load, counted=counted).short_seconds(ClusterMeter(made, cluster, known))
 

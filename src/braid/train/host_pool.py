@@ -43,7 +43,7 @@ def check_host_memory(plan: Plan, rank: int, device: str, job: Group) -> None:
     station = plan.station(rank)
     pool = 0 if station is None else sum(host_slots(plan, station, device).values())
     needs = all_gather_json([socket.gethostname(), pool, available_bytes()], job)
-    problems = host_problems(plan.run.train.offload, [HostNeed(*need) for need in needs])
+    problems = host_problems(plan.run.train.offload_share, [HostNeed(*need) for need in needs])
     if problems:
         raise ConfigError(problems)
 
