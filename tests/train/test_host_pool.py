@@ -47,4 +47,4 @@ def test_nothing_starts_without_room(tmp_path: Path) -> None:
 def test_a_share_is_from_0_to_1(share: float) -> None:
     run = small_run()
     (problem,) = check(replace(run, train=replace(run.train, offload=share)), 1)
-    assert (problem.field, problem.remedy) == ("train.offload", "0.25, or 0 for none")
+    assert (problem.field, problem.remedy) == ("train.offload", "0.25, auto, or 0 for none")
